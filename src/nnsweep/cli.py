@@ -1,0 +1,119 @@
+"""The command `nnsweep`: thin; every command calls one function of the package."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nnsweep import __version__
+from nnsweep.errors import NnsweepError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Sweeps of interventions on language models, here or on NDIF. A whole sweep runs with "
+    "`snakemake --cores 2`; these commands look at a sweep, or run one of its parts by hand.",
+    pretty_exceptions_enable=False,
+)
+
+SweepFile = Annotated[Path, typer.Argument(metavar="FILE", help="A sweep file (YAML).")]
+
+
+def main() -> None:
+    """Entry point: a NnsweepError is one line on stderr and an exit code, never a traceback."""
+    from nnsweep.log import exit_code
+
+    try:
+        app()
+    except NnsweepError as error:
+        sys.stderr.write(f"nnsweep: {error}\n")
+        sys.exit(exit_code(error))
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Sweeps of interventions on language models."""
+    if show:
+        typer.echo(f"nnsweep {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def validate(file: SweepFile) -> None:
+    """Check a sweep file and its prompt file's columns (no model, under a second)."""
+    from nnsweep import jobs
+    from nnsweep.prompts import columns_of, read_records
+
+    sweep = jobs.read_sweep(file)
+    records = read_records(Path(sweep.prompts.file), columns_of(sweep, set()))
+    axes = ", ".join(f"{name}: {_size(axis)}" for name, axis in sweep.axes.items()) or "none"
+    typer.echo(f"{file}: valid. Prompt rows: {len(records)}. Axes: {axes}.")
+
+
+def _size(axis: Any) -> str:
+    from nnsweep.sweep import Range
+
+    if axis == "all":
+        return "all"
+    return f"{len(axis.values() if isinstance(axis, Range) else axis)} values"
+
+
+@app.command()
+def explain(
+    file: SweepFile,
+    rows: Annotated[int, typer.Option(help="Prompt rows to show with their tokens.")] = 2,
+    batch_rows: Annotated[int, typer.Option(help="As batch_rows in config.yaml.")] = 256,
+    chunk_passes: Annotated[int, typer.Option(help="As chunk_passes in config.yaml.")] = 64,
+    recompute: Annotated[str, typer.Option(help="fast or exact.")] = "fast",
+) -> None:
+    """Show what a sweep will run and cost, and every position and answer as tokens (no weights)."""
+    from nnsweep import jobs
+    from nnsweep.explain import explain as describe
+    from nnsweep.log import quiet_libraries
+    from nnsweep.models import load_tokenizer, prepare
+    from nnsweep.plan import Settings
+
+    sweep = jobs.read_sweep(file)
+    quiet_libraries()
+    model = prepare(sweep.model.model_dump(), weights=False)
+    settings = Settings(batch_rows, chunk_passes, recompute)
+    typer.echo(describe(sweep, model, load_tokenizer(model), settings, rows))
+
+
+@app.command(name="run-chunk")
+def run_chunk(
+    chunk: Annotated[Path, typer.Argument(help="results/SWEEP/chunks/ID.json")],
+    output: Annotated[Path, typer.Argument(help="Folder for ID.parquet and ID.json.")],
+    engine: Annotated[str, typer.Option(help="local or reference.")] = "local",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
+) -> None:
+    """Run one chunk by hand, as rule run_chunk does."""
+    from nnsweep import jobs
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("nnsweep").setLevel(logging.INFO)
+    part, facts = output / f"{chunk.stem}.parquet", output / f"{chunk.stem}.json"
+    jobs.run_chunk(chunk, engine, device, threads, part, facts)
+    typer.echo(str(part))
+
+
+@app.command()
+def schemas(
+    folder: Annotated[Path, typer.Argument(help="Where to write the two JSON schemas.")],
+) -> None:
+    """Write the schemas of config.yaml and of a sweep file, generated from their models."""
+    import yaml
+
+    from nnsweep.config import Config
+    from nnsweep.documents import schema_of
+    from nnsweep.sweep import Sweep
+
+    for name, model in (("config", Config), ("sweep", Sweep)):
+        text = yaml.safe_dump(schema_of(model, f"nnsweep {name}"), sort_keys=False, width=100)
+        (folder / f"{name}.schema.yaml").write_text(text, encoding="utf-8")
+        typer.echo(str(folder / f"{name}.schema.yaml"))

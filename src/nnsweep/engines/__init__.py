@@ -1,0 +1,32 @@
+"""Engines: a chunk goes in, rows come out. `local`, `ndif` and `reference` share one interface."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+ENGINES = ("local", "ndif", "mixed", "reference")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one chunk gave.
+
+    Attributes:
+        values: float32 (values, measures), rows in the order of `nnsweep.plan.keys_of`.
+        facts: Provenance: device, dtype, versions, threads, seconds by phase.
+        sessions: One record a session (see `nnsweep.tables.SESSIONS`).
+    """
+
+    values: Tensor
+    facts: dict[str, Any]
+    sessions: list[dict[str, Any]]
+
+
+class Engine(Protocol):
+    """Runs chunks of one model; opening it loads what it needs once."""
+
+    def run(self, chunk: Mapping[str, Any], report: Callable[[str], None]) -> Result:
+        """Run one chunk and return its values."""
+        ...

@@ -1,0 +1,39 @@
+"""What the engines say of the machine they run on."""
+
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from nnsweep import __version__
+from nnsweep.errors import UserError
+
+PACKAGES = ("torch", "transformers", "nnsight", "nnterp")
+
+
+def versions() -> dict[str, str]:
+    """Versions of all that can change a value."""
+    named = {name: version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), "nnsweep": __version__} | named
+
+
+def pick_device(wanted: str) -> str:
+    """`auto` is a GPU if there is one; `cuda` without one is refused."""
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("device: cuda was asked for, torch sees no GPU here. Use auto or cpu.")
+    return wanted
+
+
+def served(module: torch.nn.Module) -> dict[str, Any]:
+    """dtype and attention implementation that a loaded model really has."""
+    parameter = next(module.parameters())
+    config: Any = module.config
+    name = torch.cuda.get_device_name() if parameter.is_cuda else "cpu"
+    return {
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "attention": config._attn_implementation,
+        "device_name": name,
+    }

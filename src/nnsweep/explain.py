@@ -1,0 +1,136 @@
+"""What a sweep will do, before it does it: points, passes, bytes, time, and decoded tokens."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nnsweep import jobs
+from nnsweep.plan import Plan, Settings, forward_passes, make_plan, naive_passes
+from nnsweep.prompts import PromptRow, prepare_rows
+from nnsweep.sweep import Sweep
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+Plain = dict[str, Any]
+
+
+def explain(sweep: Sweep, model: Plain, tokenizer: Any, settings: Settings, rows: int) -> str:
+    """Describe a sweep in a few lines.
+
+    Args:
+        sweep: The sweep.
+        model: The prepared model (no weights are read).
+        tokenizer: The model's tokenizer.
+        settings: How the plan is cut.
+        rows: How many prompt rows to show with their tokens.
+    """
+    found = prepare_rows(sweep, Path(sweep.prompts.file), tokenizer, model["shape"]["context"])
+    began = time.perf_counter()
+    plan = make_plan(sweep, model, found, settings, jobs.load_vector)
+    seconds = time.perf_counter() - began
+    lines = [*_size(sweep, model, plan, found, settings, seconds), ""]
+    for row in found[:rows]:
+        lines += [*_row(row, tokenizer), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _size(
+    sweep: Sweep, model: Plain, plan: Plan, rows: list[PromptRow], settings: Settings, planned: float
+) -> Iterator[str]:
+    shape = model["shape"]
+    usable = sum(row.reason is None for row in rows)
+    passes, naive = forward_passes(plan.chunks), naive_passes(plan.points, settings.batch_rows)
+    work, full = work_of(plan, settings.recompute), full_work(plan)
+    yield f"{sweep.name} on {model['id']} ({shape['family']}, {shape['layers']} layers, "\
+          f"{shape['heads']} heads, {shape['parameters'] / 1e6:.0f}M parameters, {model['dtype']})"
+    yield f"  points          {len(plan.points)} over axes {list(sweep.axes) or 'none'}"
+    yield f"  prompt rows     {usable} usable of {len(rows)}"
+    yield f"  values          {sum(len(p.rows) for p in plan.points) * len(sweep.measures)}"
+    yield f"  forward passes  {passes} in {len(plan.chunks)} chunks (a loop without reuse: {naive})"
+    yield f"  layer x token   {work:,} computed, {full:,} in full passes ({work / full:.0%})"
+    yield f"  memory          about {_memory(model, plan) / 1e9:.1f} GB"
+    yield f"  time            about {_seconds(model, work):.0f} s of passes on this CPU"
+    yield f"  planned in      {planned:.1f} s"
+
+
+def work_of(plan: Plan, recompute: str) -> int:
+    """Layers times tokens that the passes compute, clean runs included."""
+    total = 0
+    for chunk in plan.chunks:
+        layers = chunk["model"]["shape"]["layers"]
+        for block in chunk["blocks"]:
+            rows, width = len(block["ids"]), len(block["ids"][0])
+            donors = len(block["donor_ids"][0]) if block["donor_ids"] else 0
+            total += layers * rows * (width + donors)
+            for item in block["passes"]:
+                anew = (layers - item["resume"]) * (width - item["start"])
+                total += anew * rows * len(item["points"])
+    return total
+
+
+def full_work(plan: Plan) -> int:
+    """Layers times tokens of one full pass a point, donors run once."""
+    total = 0
+    for chunk in plan.chunks:
+        layers = chunk["model"]["shape"]["layers"]
+        for block in chunk["blocks"]:
+            rows, width = len(block["ids"]), len(block["ids"][0])
+            donors = len(block["donor_ids"][0]) if block["donor_ids"] else 0
+            points = sum(len(item["points"]) for item in block["passes"])
+            total += layers * rows * (width * points + donors)
+    return total
+
+
+def _memory(model: Plain, plan: Plan) -> float:
+    """Weights, one pass's activations and logits, and what a block keeps of its clean runs."""
+    shape, size = model["shape"], BYTES[model["dtype"]]
+    most = 0.0
+    for chunk in plan.chunks:
+        for block in chunk["blocks"]:
+            width = len(block["ids"][0])
+            rows = len(block["ids"])
+            stacked = rows * max(len(item["points"]) for item in block["passes"])
+            kept = rows * width * shape["layers"] * (shape["hidden"] + 2 * shape["kv_heads"] * shape["head_dim"])
+            live = stacked * (width * shape["hidden"] * 8 + shape["vocab"] * 3)
+            most = max(most, size * (kept + live))
+    return shape["parameters"] * size + most + 4e8
+
+
+def _seconds(model: Plain, work: int) -> float:
+    """Two operations a weight and token, at the speed of a matrix product measured now."""
+    import torch
+
+    shape = model["shape"]
+    per_layer = 2 * shape["parameters"] / max(1, shape["layers"])
+    a, b = torch.rand(256, 1024), torch.rand(1024, 1024)
+    a @ b
+    began = time.perf_counter()
+    for _ in range(5):
+        a @ b
+    rate = 5 * 2 * 256 * 1024 * 1024 / (time.perf_counter() - began)
+    # A real pass reaches about half of what one large product does.
+    return work * per_layer / (rate / 2)
+
+
+def _row(row: PromptRow, tokenizer: Any) -> Iterator[str]:
+    state = f"excluded: {row.reason}" if row.reason else "ok"
+    yield f"row {row.row_id} ({state})"
+    yield f"  text   {_tokens(row.tokens)}"
+    if row.donor_text is not None:
+        yield f"  donor  {_tokens(row.donor_tokens)}"
+    for name, place in row.positions.items():
+        if place.reason:
+            yield f"  position {name}: {place.reason}"
+            continue
+        theirs = ""
+        if place.donor:
+            theirs = f"  <-  donor {place.donor} {_tokens([row.donor_tokens[i] for i in place.donor])}"
+        ours = _tokens([row.tokens[i] for i in place.base])
+        yield f"  position {name}: {place.base} {ours}{theirs}"
+    for name, ids in row.answers.items():
+        decoded = [tokenizer.decode([i]) for i in ids]
+        yield f"  answer {name}: {row.answer_texts[name]!r} -> {ids} {_tokens(decoded)}"
+
+
+def _tokens(tokens: list[str]) -> str:
+    return "|" + "|".join(token.replace("\n", "\\n") for token in tokens) + "|"

@@ -1,0 +1,260 @@
+"""The work of each rule: paths in, paths out. A rule, a command and a test call the same function."""
+
+import json
+import logging
+import resource
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from nnsweep import prompts as prompt_rows
+from nnsweep.config import Config
+from nnsweep.documents import parse, read_yaml
+from nnsweep.errors import NnsweepError, UserError
+from nnsweep.plan import (
+    Plan,
+    Settings,
+    forward_passes,
+    identity,
+    keys_of,
+    make_plan,
+    naive_passes,
+    pass_ids,
+)
+from nnsweep.sweep import Sweep, axis_kinds
+from nnsweep.tables import (
+    digest,
+    part_schema,
+    points_schema,
+    read_json,
+    read_table,
+    write_json,
+    write_table,
+)
+
+logger = logging.getLogger(__name__)
+Plain = dict[str, Any]
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read and check a sweep file; its name must be the file's."""
+    sweep = parse(Sweep, read_yaml(path), str(path))
+    if sweep.name != path.stem:
+        raise UserError(f"{path}: name is '{sweep.name}'. Name the sweep as its file: {path.stem}.")
+    return sweep
+
+
+def prepare_model(spec: Plain, output: Path, weights: bool = True) -> None:
+    """Rule prepare_model: fetch, convert and describe a model."""
+    from nnsweep.log import quiet_libraries
+    from nnsweep.models import prepare
+
+    quiet_libraries()
+    model = prepare(spec, weights)
+    logger.info("model %s is ready: revision %s", model["id"], model["revision"])
+    write_json(output, model)
+
+
+def prepare_prompts(sweep: Sweep, model: Path, output: Path) -> None:
+    """Rule prepare_prompts: rows to ids, positions, answers and refusals."""
+    from nnsweep.log import quiet_libraries
+    from nnsweep.models import load_tokenizer
+
+    quiet_libraries()
+    described = read_json(model)
+    context = described["shape"]["context"]
+    rows = prompt_rows.prepare_rows(
+        sweep, Path(sweep.prompts.file), load_tokenizer(described), context
+    )
+    for row in rows:
+        if row.reason:
+            logger.warning("row %s is left out: %s", row.row_id, row.reason)
+    usable = sum(row.reason is None for row in rows)
+    logger.info("%d of %d rows are usable", usable, len(rows))
+    table = prompt_rows.to_table(rows)
+    write_table(output, table, table.schema)
+
+
+def expand_sweep(
+    sweep: Sweep, settings: Settings, model: Path, prompts: Path, results: Path
+) -> Plan:
+    """Rule expand_sweep: points.parquet, sweep.json, plan.json and one file a chunk."""
+    described = read_json(model)
+    rows = prompt_rows.from_table(read_table(prompts))
+    earlier = _earlier_chunks(results / "plan.json")
+    began = time.perf_counter()
+    plan = make_plan(sweep, described, rows, settings, load_vector, earlier)
+    everything = [*plan.chunks, *([plan.controls] if plan.controls else [])]
+    for chunk in everything:
+        write_json(results / "chunks" / f"{chunk['chunk_id']}.json", chunk, indent=None)
+    table = points_table(sweep, plan)
+    write_table(results / "points.parquet", table, table.schema)
+    write_json(results / "sweep.json", _resolved(sweep, described))
+    write_json(results / "plan.json", plan_summary(plan, settings))
+    logger.info("%s (%.1f s)", plan_line(plan), time.perf_counter() - began)
+    return plan
+
+
+def _resolved(sweep: Sweep, model: Plain) -> Plain:
+    full = sweep.model_dump(mode="json")
+    return full | {"digest": digest(full), "resolved_model": identity(model)}
+
+
+def _earlier_chunks(path: Path) -> list[list[str]]:
+    if not path.exists():
+        return []
+    return [list(passes) for passes in read_json(path)["chunks"].values()]
+
+
+def plan_summary(plan: Plan, settings: Settings) -> Plain:
+    """plan.json: which chunks there are, which passes each holds, and what a naive loop costs."""
+    return {
+        "chunks": {chunk["chunk_id"]: pass_ids(chunk) for chunk in plan.chunks},
+        "controls": plan.controls and plan.controls["chunk_id"],
+        "points": len(plan.points),
+        "forward_passes": forward_passes(plan.chunks),
+        "forward_passes_naive": naive_passes(plan.points, settings.batch_rows),
+        "settings": settings.__dict__,
+    }
+
+
+def plan_line(plan: Plan) -> str:
+    """One line that says how large a plan is."""
+    passes = sum(len(pass_ids(chunk)) for chunk in plan.chunks)
+    return f"{len(plan.points)} points in {passes} passes in {len(plan.chunks)} chunks"
+
+
+def points_table(sweep: Sweep, plan: Plan) -> pa.Table:
+    """points.parquet: every point in order."""
+    schema = points_schema(axis_kinds(sweep))
+    columns: dict[str, list[Any]] = {
+        "point_id": [point.point_id for point in plan.points],
+        "point_key": [point.point_key for point in plan.points],
+        "writes": [json.dumps(point.writes, sort_keys=True) for point in plan.points],
+    }
+    for name in sweep.axes:
+        columns[name] = [point.cell[name] for point in plan.points]
+    return pa.table({name: columns[name] for name in schema.names}, schema=schema)
+
+
+def load_vector(spec: Plain, layer: int | None) -> list[float]:
+    """Read a vector of shape [width] or [layers, width] from a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(spec["file"])
+    try:
+        with safe_open(path, framework="numpy") as tensors:
+            if spec["key"] not in tensors.keys():
+                have = ", ".join(tensors.keys())
+                raise UserError(f"{path}: no tensor '{spec['key']}'. Tensors: {have}.")
+            values = tensors.get_tensor(spec["key"])
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"writes: {path} is not a readable safetensors file ({error}).") from None
+    if values.ndim == 2 and layer is not None and layer < len(values):
+        values = values[layer]
+    if values.ndim != 1:
+        raise UserError(f"{path}: shape {values.shape} is neither [width] nor [layers, width].")
+    return [float(value) for value in values]
+
+
+def run_chunk(
+    chunk: Path, engine: str, device: str, threads: int, part: Path, facts: Path
+) -> None:
+    """Rule run_chunk: one chunk through one engine; the facts are written before the values."""
+    began = time.perf_counter()
+    plan = read_json(chunk)
+    runner = open_engine(engine, plan["model"], device, threads)
+    opened = time.perf_counter() - began
+    keys = keys_of(plan)
+    result = runner.run(plan, progress(len(keys)))
+    if len(result.values) != len(keys):
+        raise NnsweepError(f"{len(keys)} values were asked for, {len(result.values)} came back.")
+    found = dict(result.facts) | {
+        "seconds_open": opened,
+        "passes": forward_passes([plan]),
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "sessions": result.sessions,
+        "engine": engine,
+    }
+    write_json(facts, found)
+    names = [spec["name"] for spec in plan["measures"]]
+    write_table(part, part_table(plan, keys, result.values), part_schema(names))
+
+
+def open_engine(engine: str, model: Plain, device: str, threads: int) -> Any:
+    """Open an engine by name (imports of torch and nnsight happen here, not before)."""
+    from nnsweep.log import quiet_libraries
+
+    quiet_libraries()
+    if engine == "local":
+        from nnsweep.engines.local import LocalEngine
+
+        return LocalEngine(model, device, threads)
+    if engine == "reference":
+        from nnsweep.engines.reference import ReferenceEngine
+
+        return ReferenceEngine(model, device, threads)
+    raise UserError(f"engine '{engine}' is not one of: local, reference.")
+
+
+def progress(values: int) -> Callable[[str], None]:
+    """A reporter that logs at most one line in two seconds, with rate and time left."""
+    began = last = time.perf_counter()
+
+    def report(line: str) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        done, _, total = line.partition(" ")[0].partition("/")
+        if now - last < 2 and done != total:
+            return
+        last = now
+        left = ""
+        if total and int(done):
+            seconds = (now - began) / int(done) * (int(total) - int(done))
+            left = f", {int(done) / (now - began):.1f}/s, {seconds:.0f} s left"
+        logger.info("%s%s", line, left)
+
+    logger.info("%d values to compute", values)
+    return report
+
+
+def part_table(plan: Plain, keys: Sequence[tuple[str, str]], values: Any) -> pa.Table:
+    """One chunk's rows. A value that is no finite number becomes null with a reason."""
+    import numpy as np
+
+    array = values.numpy()
+    specs = plan["measures"]
+    bad = ~np.isfinite(array)
+    guarded = np.array([spec["kind"] == "recovery" for spec in specs])
+    errors = (bad & ~guarded).any(axis=1)
+    reasons = [_reason(specs, row) if row.any() else None for row in bad]
+    columns = {
+        "point_key": pa.array([point for point, _ in keys], pa.string()),
+        "row_key": pa.array([row for _, row in keys], pa.string()),
+        "status": pa.array(["error" if error else "ok" for error in errors], pa.string()),
+        "reason": pa.array(reasons, pa.string()),
+    }
+    for i, spec in enumerate(specs):
+        columns[spec["name"]] = pa.array(array[:, i], pa.float32(), mask=bad[:, i])
+    return pa.table(columns)
+
+
+def _reason(specs: Sequence[Plain], bad: Any) -> str:
+    parts = []
+    for spec, wrong in zip(specs, bad, strict=True):
+        if wrong and spec["kind"] == "recovery":
+            parts.append(
+                f"{spec['name']}: clean and donor differ in {spec['of']} by less than "
+                f"{spec['min_gap']}"
+            )
+        elif wrong:
+            parts.append(f"{spec['name']} is not finite")
+    return "; ".join(parts)
+
+
+def settings_of(config: Config) -> Settings:
+    """The plan's settings in the workflow's configuration."""
+    return Settings(config.batch_rows, config.chunk_passes, config.recompute)

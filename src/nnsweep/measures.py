@@ -1,0 +1,111 @@
+"""Measures: one function each, from next-token logits to one float32 number a row.
+
+The functions run inside a session, next to the weights, so they use torch and nothing else.
+Each takes `logits` (rows, vocab) of the run under the writes, `clean` (rows, vocab) of the same
+prompts without writes, both float32, and `answers`, a list of (rows,) token ids; each returns
+(rows,).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Function = Callable[[Tensor, Tensor, list[Tensor]], Tensor]
+
+
+def match(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
+    """1 where the most likely next token is the answer, else 0."""
+    return (logits.argmax(-1) == answers[0].to(logits.device)).float()
+
+
+def logit(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
+    """The answer's logit."""
+    return logits.gather(-1, answers[0].to(logits.device)[:, None])[:, 0]
+
+
+def logit_diff(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
+    """The target's logit minus the foil's."""
+    both = torch.stack(answers, -1).to(logits.device)
+    picked = logits.gather(-1, both)
+    return picked[:, 0] - picked[:, 1]
+
+
+def log_prob(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
+    """Natural logarithm of the answer's probability."""
+    return logits.log_softmax(-1).gather(-1, answers[0].to(logits.device)[:, None])[:, 0]
+
+
+def prob(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
+    """The answer's probability."""
+    return logits.softmax(-1).gather(-1, answers[0].to(logits.device)[:, None])[:, 0]
+
+
+def rank(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
+    """How many tokens have a strictly larger logit than the answer."""
+    own = logits.gather(-1, answers[0].to(logits.device)[:, None])
+    return (logits > own).sum(-1).float()
+
+
+def kl(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
+    """Kullback-Leibler divergence of the run under the writes from the clean run."""
+    p, q = clean.log_softmax(-1), logits.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A measure as the docs and the figures show it."""
+
+    function: Function | None
+    unit: str
+    low: float | None
+    high: float | None
+    discrete: bool
+    definition: str
+    source: str
+
+
+_PATCHING = "Heimersheim and Nanda, How to use and interpret activation patching, 2024"
+_IIA = "Geiger et al., Causal abstractions of neural networks, 2021"
+
+REGISTRY: dict[str, Entry] = {
+    "match": Entry(
+        match, "fraction", 0, 1, True,
+        "1 where the argmax of the next-token logits is the answer, else 0; its mean under "
+        "patching from a donor whose answer it is, is the interchange intervention accuracy (IIA)",
+        _IIA,
+    ),
+    "logit": Entry(logit, "logits", None, None, False, "logit of the answer", _PATCHING),
+    "log_prob": Entry(
+        log_prob, "nats", None, 0, False, "log softmax of the logits at the answer", _PATCHING
+    ),
+    "prob": Entry(prob, "probability", 0, 1, False, "softmax at the answer", _PATCHING),
+    "rank": Entry(
+        rank, "tokens", 0, None, True,
+        "number of tokens whose logit is strictly larger than the answer's; 0 is the top",
+        _PATCHING,
+    ),
+    "logit_diff": Entry(
+        logit_diff, "logits", None, None, False,
+        "logit of the first answer minus logit of the second",
+        "Wang et al., Interpretability in the wild, 2022",
+    ),
+    "kl": Entry(
+        kl, "nats", 0, None, False,
+        "KL(clean || under the writes) of the next-token distributions", _PATCHING,
+    ),
+    "recovery": Entry(
+        None, "fraction", None, None, False,
+        "(m - m_clean) / (m_donor - m_clean) of the measure m named by `of`, with the clean and "
+        "the donor run of the same row; null where the gap is smaller than `min_gap`",
+        _PATCHING,
+    ),
+}
+"""Every kind of measure; `recovery` is a ratio of another measure and has no function of its own."""
+
+
+def functions() -> dict[str, Function]:
+    """Kind -> function, the plain mapping that a session carries."""
+    return {kind: entry.function for kind, entry in REGISTRY.items() if entry.function}

@@ -1,0 +1,156 @@
+"""Chunks become the published tables: every asked value exactly once, or an error that names it."""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+
+from nnsweep import prompts as prompt_rows
+from nnsweep.controls import judge
+from nnsweep.errors import CheckFailed, NnsweepError
+from nnsweep.provenance import run_record
+from nnsweep.sweep import Sweep, axis_kinds
+from nnsweep.tables import (
+    SESSIONS,
+    part_schema,
+    read_json,
+    read_table,
+    values_schema,
+    write_json,
+    write_table,
+)
+
+logger = logging.getLogger(__name__)
+Plain = dict[str, Any]
+KEYS = ["point_key", "row_key"]
+
+
+def merge_chunks(sweep: Sweep, results: Path, engine: str, output: Path) -> None:
+    """Rule merge_chunks: values.parquet, sessions.parquet and run.json of one engine.
+
+    Args:
+        sweep: The sweep.
+        results: `results/<sweep>`, with plan.json, points.parquet and prompts.parquet.
+        engine: Whose parts are merged.
+        output: `results/<sweep>/<engine>`.
+
+    Raises:
+        CheckFailed: a value is missing or doubled, or a null control does not hold.
+    """
+    plan = read_json(results / "plan.json")
+    names = list(sweep.measures)
+    parts = read_parts(output / "chunks", list(plan["chunks"]), names)
+    values = assemble(sweep, results, parts)
+    facts = {name: read_json(output / "chunks" / f"{name}.json") for name in plan["chunks"]}
+    verdict = _judge_controls(sweep, plan, output)
+    write_table(output / "sessions.parquet", sessions_table(facts), SESSIONS)
+    write_json(output / "run.json", run_record(sweep, results, engine, plan, facts, values, verdict))
+    for name, control in verdict.items():
+        logger.info("control %s: %s", name, control)
+    failed = [name for name, control in verdict.items() if control["holds"] is False]
+    if failed:
+        raise CheckFailed(
+            f"null control {failed[0]} does not hold: {verdict[failed[0]]}. No values were "
+            f"written; see {output / 'run.json'} and docs/checks.md."
+        )
+    write_table(output / "values.parquet", values, values_schema(axis_kinds(sweep), names))
+
+
+def _judge_controls(sweep: Sweep, plan: Plain, output: Path) -> dict[str, Plain]:
+    name = plan["controls"]
+    if name is None:
+        return {}
+    table = read_table(output / "chunks" / f"{name}.parquet", part_schema(list(sweep.measures)))
+    return judge(table, list(sweep.measures), sweep.model.dtype)
+
+
+def read_parts(folder: Path, names: Sequence[str], measures: list[str]) -> pd.DataFrame:
+    """All parts of an engine as one frame; a part of another schema is refused."""
+    schema = part_schema(measures)
+    tables = [read_table(folder / f"{name}.parquet", schema) for name in names]
+    frame = pa.concat_tables(tables).to_pandas(types_mapper=_nullable)
+    doubled = frame[frame.duplicated(KEYS)]
+    if len(doubled):
+        key = tuple(doubled.iloc[0][KEYS])
+        raise CheckFailed(f"value {key} came back twice. Delete {folder} and run again.")
+    return frame
+
+
+def _nullable(kind: pa.DataType) -> Any:
+    """Keep null and not-a-number apart, and integers integers."""
+    return {
+        pa.float32(): pd.Float32Dtype(),
+        pa.float64(): pd.Float64Dtype(),
+        pa.int32(): pd.Int32Dtype(),
+        pa.string(): pd.StringDtype(),
+    }.get(kind)
+
+
+def assemble(sweep: Sweep, results: Path, parts: pd.DataFrame) -> pa.Table:
+    """Join parts to points and rows, in the sweep's order, excluded rows included."""
+    points = read_table(results / "points.parquet").to_pandas(types_mapper=_nullable)
+    rows = prompt_rows.from_table(read_table(results / "prompts.parquet"))
+    frame = points.merge(pd.DataFrame({"row_id": [r.row_id for r in rows]}), how="cross")
+    frame["row_key"] = [row.row_key for row in rows] * len(points)
+    frame["excluded"] = _exclusions(sweep, points, rows)
+    whole = frame.merge(parts, on=KEYS, how="left", sort=False)
+    _refuse_gaps(whole, parts)
+    out = whole["excluded"].notna()
+    whole.loc[out, "status"] = "excluded"
+    whole.loc[out, "reason"] = whole.loc[out, "excluded"]
+    schema = values_schema(axis_kinds(sweep), list(sweep.measures))
+    return pa.Table.from_pandas(whole[schema.names], schema=schema, preserve_index=False)
+
+
+def _exclusions(
+    sweep: Sweep, points: pd.DataFrame, rows: Sequence[prompt_rows.PromptRow]
+) -> list[str | None]:
+    """Why each (point, row) is left out, or None, in the order of the cross product."""
+    cache: dict[str, list[str | None]] = {}
+    found: list[str | None] = []
+    for writes in points["writes"]:
+        names = {write["position"] for write in json.loads(writes)} | {sweep.measure_at}
+        key = " ".join(sorted(names))
+        if key not in cache:
+            cache[key] = [_excluded(row, sorted(names)) for row in rows]
+        found += cache[key]
+    return found
+
+
+def _excluded(row: prompt_rows.PromptRow, names: Sequence[str]) -> str | None:
+    reasons = [row.reason, *(row.positions[name].reason for name in names)]
+    return next((reason for reason in reasons if reason), None)
+
+
+def _refuse_gaps(whole: pd.DataFrame, parts: pd.DataFrame) -> None:
+    asked = whole[whole["excluded"].isna()]
+    missing = asked[asked["status"].isna()]
+    if len(missing):
+        first = missing.iloc[0]
+        raise CheckFailed(
+            f"{len(missing)} of {len(asked)} values are missing, the first is point "
+            f"{first['point_id']} on row {first['row_id']}. Run the workflow again."
+        )
+    if len(asked) != len(parts):
+        raise CheckFailed(f"{len(parts)} values came back, {len(asked)} were asked for.")
+
+
+def sessions_table(facts: Mapping[str, Plain]) -> pa.Table:
+    """sessions.parquet: one line a session, in the order of the chunks."""
+    records = [
+        {"chunk_id": name, **record} for name, fact in facts.items() for record in fact["sessions"]
+    ]
+    return pa.Table.from_pylist(records, schema=SESSIONS)
+
+
+def status_counts(values: pa.Table) -> dict[str, int]:
+    """How many values are ok, excluded and in error."""
+    counts = Counter(values["status"].to_pylist())
+    if set(counts) - {"ok", "excluded", "error"}:
+        raise NnsweepError(f"unknown status in {dict(counts)}")
+    return {name: counts.get(name, 0) for name in ("ok", "excluded", "error")}

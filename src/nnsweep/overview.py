@@ -1,0 +1,101 @@
+"""The page that says where a table's numbers come from."""
+
+import html
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nnsweep.sweep import Sweep, axis_kinds
+from nnsweep.tables import read_json, read_table, summary_schema, write_atomically
+
+STYLE = """
+body{font:14px/1.45 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
+table{border-collapse:collapse;margin:.5em 0 1.5em}td,th{padding:.25em .8em;text-align:left;
+border-bottom:1px solid #ddd;vertical-align:top}th{font-weight:600}.holds{color:#06713a}
+.fails{color:#b00020}code{font-size:13px}
+"""
+
+
+def write_overview(sweep: Sweep, run: Path, summary: Path, output: Path) -> None:
+    """Rule write_overview: provenance, null controls, cost and extremes as one HTML page."""
+    record = read_json(run)
+    sections = [
+        ("Result", _result(record)),
+        ("Extremes", _extremes(sweep, summary)),
+        ("Null controls", _controls(record["controls"])),
+        ("Where the numbers come from", _provenance(record)),
+    ]
+    body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections)
+    page = (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{sweep.name}</title>"
+        f"<style>{STYLE}</style></head><body><h1>{sweep.name}, engine {record['engine']}</h1>"
+        f"{body}</body></html>\n"
+    )
+    write_atomically(output, lambda part: _write(part, page))
+
+
+def _write(part: Path, page: str) -> None:
+    part.write_text(page, encoding="utf-8")
+
+
+def _table(rows: Iterable[Iterable[Any]], head: Iterable[str] = ()) -> str:
+    cells = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    lines = [f"<tr>{cells}</tr>"] if cells else []
+    for row in rows:
+        lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _result(record: Mapping[str, Any]) -> str:
+    values, run, naive = record["values"], record["forward_passes"], record["forward_passes_naive"]
+    return _table(
+        [
+            ("points", record["points"]),
+            ("values", ", ".join(f"{n} {name}" for name, n in values.items())),
+            ("forward passes", f"{run} (a loop without reuse: {naive})"),
+            ("seconds in sessions", f"{record['seconds']['run']:.1f}"),
+            ("peak memory", f"{record['peak_memory_bytes'] / 1e9:.2f} GB"),
+        ]
+    )
+
+
+def _extremes(sweep: Sweep, summary: Path) -> str:
+    axes = axis_kinds(sweep)
+    frame = read_table(summary, summary_schema(axes)).to_pandas()
+    rows = []
+    for measure in sweep.measures:
+        part = frame[(frame["measure"] == measure) & frame["mean"].notna()]
+        if part.empty:
+            continue
+        for what, place in (("largest", part["mean"].idxmax()), ("smallest", part["mean"].idxmin())):
+            row = part.loc[place]
+            where = ", ".join(f"{name} {row[name]}" for name in axes) or "the one point"
+            interval = f"{row['mean']:.4g} [{row['ci_low']:.4g}, {row['ci_high']:.4g}]"
+            rows.append((measure, what, interval, where, int(row["n"])))
+    return _table(rows, ("measure", "", "mean [interval]", "where", "n"))
+
+
+def _controls(controls: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = []
+    for name, control in controls.items():
+        if control["holds"] is None:
+            verdict = html.escape(f"not run: {control['reason']}")
+        else:
+            word, kind = ("holds", "holds") if control["holds"] else ("does not hold", "fails")
+            verdict = f"<span class='{kind}'>{word}</span>"
+        largest = "" if control["largest"] is None else f"{control['largest']:.2g}"
+        what = html.escape(f"{control['what']}; must equal the {control['equals']} run")
+        rows.append((f"<code>{name}</code>", what, verdict, largest, f"{control['tolerance']:g}"))
+    return _table(rows, ("control", "what", "verdict", "largest difference", "allowed"))
+
+
+def _provenance(record: Mapping[str, Any]) -> str:
+    names = ("model", "device_name", "dtype", "attention", "threads", "versions", "settings")
+    rows = [(name, _plain(record[name])) for name in (*names, "digests", "semantics")]
+    return _table(rows)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "<br>".join(f"{html.escape(str(k))}: {_plain(v)}" for k, v in value.items())
+    return html.escape(str(value))

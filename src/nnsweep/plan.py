@@ -1,0 +1,474 @@
+"""From points and prompt rows to passes and chunks: integers and strings only.
+
+Which points and rows share a forward pass is decided here, from the points and `batch_rows`
+alone. A chunk is a list of whole passes, so chunking, engine and resume cannot move a bit.
+Rows that share a pass have prompts of equal length (and donors of equal length): there is never
+a padding token, hence no padding to go wrong.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nnsweep import SEMANTICS
+from nnsweep.errors import UserError
+from nnsweep.prompts import PromptRow
+from nnsweep.sites import resumes_at, tap
+from nnsweep.sweep import Sweep, TextPosition, expand
+from nnsweep.tables import digest
+
+Plain = dict[str, Any]
+VectorLoader = Callable[[Plain, int | None], list[float]]
+"""(vector file, layer) -> the vector's values."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a plan is cut; none of it is part of the experiment."""
+
+    batch_rows: int = 256
+    chunk_passes: int = 64
+    recompute: str = "fast"
+
+
+@dataclass
+class Point:
+    """One point, resolved: its keys, its axis values, its edits and the rows it can use."""
+
+    point_id: str
+    point_key: str
+    cell: Plain
+    writes: list[Plain]
+    edits: list[Plain]
+    rows: tuple[int, ...]
+
+
+@dataclass
+class Plan:
+    """All that a sweep will run, as plain data."""
+
+    points: list[Point]
+    chunks: list[Plain]
+    controls: Plain | None
+    references: list[Plain]
+    blocks: dict[str, Plain] = field(default_factory=dict)
+
+
+def make_plan(
+    sweep: Sweep,
+    model: Plain,
+    rows: Sequence[PromptRow],
+    settings: Settings,
+    load_vector: VectorLoader,
+    earlier: Sequence[Sequence[str]] = (),
+) -> Plan:
+    """Plan a sweep.
+
+    Args:
+        sweep: The sweep.
+        model: The prepared model (see `nnsweep.models.prepare`).
+        rows: All prompt rows, in file order.
+        settings: How passes and chunks are cut.
+        load_vector: Reads vector files.
+        earlier: Pass ids of each chunk of an earlier plan; chunks that are still wanted are kept
+            as they are, so that a grown sweep runs only what is new.
+
+    Raises:
+        UserError: a site, layer or head that the model does not have.
+    """
+    context = _Context(sweep, model, rows, settings, load_vector)
+    points = [context.point(cell, writes) for cell, writes in expand(sweep, *_limits(model))]
+    passes = [p for rowset in _rowsets(points) for p in context.passes(points, rowset)]
+    groups = _chunked(passes, settings.chunk_passes, earlier)
+    chunks = [context.chunk(group) for group in groups]
+    return Plan(points, chunks, context.controls(points), context.references)
+
+
+def identity(model: Plain) -> Plain:
+    """What of a model decides a value; a folder is known by its contents, not by its path."""
+    named = {"id": model["id"]} if model["kind"] == "hub" else {}
+    return named | {key: model[key] for key in ("revision", "dtype", "attention")}
+
+
+def _limits(model: Plain) -> tuple[int, int]:
+    return model["shape"]["layers"], model["shape"]["heads"]
+
+
+def _rowsets(points: Iterable[Point]) -> list[tuple[int, ...]]:
+    return list(dict.fromkeys(point.rows for point in points))
+
+
+def _chunked(
+    passes: list[Plain], size: int, earlier: Sequence[Sequence[str]]
+) -> list[list[Plain]]:
+    """Cut passes into chunks of at most `size`, keeping earlier chunks that are still whole."""
+    left = {item["pass_id"]: item for item in passes}
+    groups = []
+    for ids in earlier:
+        if 0 < len(ids) <= size and all(name in left for name in ids):
+            groups.append([left.pop(name) for name in ids])
+    rest = list(left.values())
+    return groups + [rest[i : i + size] for i in range(0, len(rest), size)]
+
+
+class _Context:
+    """The fixed surroundings of planning: one sweep, one model, one prompt table."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        model: Plain,
+        rows: Sequence[PromptRow],
+        settings: Settings,
+        load_vector: VectorLoader,
+    ) -> None:
+        self.sweep, self.model, self.rows = sweep, model, rows
+        self.settings, self.load_vector = settings, load_vector
+        self.shape = model["shape"]
+        self.references: list[Plain] = []
+        self.measures = measure_list(sweep)
+        self.donors = bool(rows and rows[0].donor_ids) and sweep.prompts.donor is not None
+
+    # --- points ---------------------------------------------------------------------------
+
+    def point(self, cell: Plain, writes: list[Plain]) -> Point:
+        """Resolve one point: its rows, its edits and its ids."""
+        edits = [self._edit(write) for write in writes]
+        names = {write["position"] for write in writes} | {self.sweep.measure_at}
+        rows = self._usable(names)
+        key = digest(
+            {
+                "semantics": SEMANTICS,
+                "model": identity(self.model),
+                "writes": [self._meaning(w, e) for w, e in zip(writes, edits, strict=True)],
+                "measure_at": _spec(self.sweep, self.sweep.measure_at),
+            }
+        )
+        row_keys = sorted(self.rows[i].row_key for i in rows)
+        return Point(digest([key, row_keys]), key, cell, writes, edits, rows)
+
+    def _usable(self, names: Iterable[str]) -> tuple[int, ...]:
+        return tuple(
+            i
+            for i, row in enumerate(self.rows)
+            if row.reason is None and not any(row.positions[name].reason for name in names)
+        )
+
+    def _edit(self, write: Plain) -> Plain:
+        """A write as the kernel reads it: place, position name, operation, operand."""
+        place = tap(self.shape, write["site"], write.get("layer"), write.get("head"))
+        op, operand = self._operand(write, place)
+        resume = resumes_at(write["site"], write.get("layer"), self.shape["layers"])
+        return {
+            "tap": place,
+            "position": write["position"],
+            "op": op,
+            "operand": operand,
+            "resume": resume,
+        }
+
+    def _operand(self, write: Plain, place: Plain) -> tuple[str, Plain]:
+        if write.get("add"):
+            add = write["add"]
+            return "add", self._vector(write, place) | {"scale": float(add["scale"])}
+        if write.get("noise"):
+            noise = write["noise"]
+            return "noise", {"kind": "noise", "std": float(noise["std"]), "seed": noise["seed"]}
+        value = write["set"]
+        if value == "donor":
+            return "set", {"kind": "donor"}
+        if isinstance(value, dict):
+            reference = self._reference(value["mean"], place, write["position"])
+            return "set", {"kind": "mean", "plus": reference}
+        return "set", {"kind": "number", "value": float(value)}
+
+    def _vector(self, write: Plain, place: Plain) -> Plain:
+        vector = write["add"]["vector"]
+        if "file" in vector:
+            values = self.load_vector(vector, write.get("layer"))
+            width = place["high"] - place["low"]
+            if len(values) != width:
+                raise UserError(
+                    f"writes: {vector['file']} has width {len(values)}, site {write['site']} "
+                    f"has {width}. Give a vector of that width."
+                )
+            return {"kind": "vector", "values": values}
+        plus, minus = (
+            self._reference(vector[name], place, write["position"]) for name in ("mean", "minus")
+        )
+        return {"kind": "mean", "plus": plus, "minus": minus}
+
+    def _reference(self, role: str, place: Plain, position: str) -> int:
+        """Number of a mean to be taken; equal means are taken once."""
+        rows = self._usable([position])
+        wanted = {"role": role, "tap": place, "position": position, "rows": list(rows)}
+        if wanted not in self.references:
+            self.references.append(wanted)
+        return self.references.index(wanted)
+
+    def _meaning(self, write: Plain, edit: Plain) -> Plain:
+        """What of a write decides a value: positions and operands by content, not by name."""
+        operand = dict(edit["operand"])
+        for side in ("plus", "minus"):
+            if side in operand:
+                reference = self.references[operand[side]]
+                keys = sorted(self.rows[i].row_key for i in reference["rows"])
+                operand[side] = [reference["role"], digest(keys)]
+        plain = {key: write.get(key) for key in ("site", "layer", "head")}
+        position = _spec(self.sweep, write["position"])
+        return plain | {"position": position, "op": edit["op"], "operand": operand}
+
+    # --- passes ---------------------------------------------------------------------------
+
+    def passes(self, points: Sequence[Point], rowset: tuple[int, ...]) -> list[Plain]:
+        """All passes of the points that use this set of rows."""
+        mine = [point for point in points if point.rows == rowset]
+        return [
+            self._pass(block, group, resume, start)
+            for block in self._blocks(rowset)
+            for (resume, start), members in self._grouped(mine, block).items()
+            for group in _slices(members, max(1, self.settings.batch_rows // len(block)))
+        ]
+
+    def _blocks(self, rowset: Iterable[int]) -> list[tuple[int, ...]]:
+        """Rows that may share a pass: equal lengths, at most batch_rows, in order of key."""
+        by_length: dict[tuple[int, int], list[int]] = {}
+        for i in rowset:
+            row = self.rows[i]
+            lengths = (len(row.ids), len(row.donor_ids) if self.donors else 0)
+            by_length.setdefault(lengths, []).append(i)
+        blocks = []
+        for lengths in sorted(by_length):
+            members = sorted(by_length[lengths], key=lambda i: self.rows[i].row_key)
+            blocks += [tuple(part) for part in _slices(members, self.settings.batch_rows)]
+        return blocks
+
+    def _grouped(
+        self, points: Sequence[Point], block: Sequence[int]
+    ) -> dict[tuple[int, int], list[Point]]:
+        groups: dict[tuple[int, int], list[Point]] = {}
+        for point in points:
+            resume = min((edit["resume"] for edit in point.edits), default=0)
+            groups.setdefault((resume, self._start(point, block)), []).append(point)
+        return groups
+
+    def _start(self, point: Point, block: Sequence[int]) -> int:
+        """First token that must be computed anew (0: all)."""
+        if self.settings.recompute == "exact" or not point.edits:
+            return 0
+        names = [edit["position"] for edit in point.edits] + [self.sweep.measure_at]
+        return min(min(self.rows[i].positions[name].base) for i in block for name in names)
+
+    def _pass(
+        self, block: tuple[int, ...], points: Sequence[Point], resume: int, start: int
+    ) -> Plain:
+        keys = [point.point_key for point in points]
+        row_keys = [self.rows[i].row_key for i in block]
+        facts = [SEMANTICS, keys, row_keys, resume, start, self.measures]
+        edits = [
+            _seeded(edit, row_keys) | {"slot": slot}
+            for slot, point in enumerate(points)
+            for edit in point.edits
+        ]
+        return {
+            "pass_id": digest(facts),
+            "block": block,
+            "points": keys,
+            "resume": resume,
+            "start": start,
+            "edits": edits,
+        }
+
+    # --- chunks ---------------------------------------------------------------------------
+
+    def chunk(self, passes: Sequence[Plain]) -> Plain:
+        """A self-contained job: everything a session needs, and nothing of where it runs."""
+        blocks = [
+            self._block(block) | {"passes": [_without_block(p) for p in passes if p["block"] == block]}
+            for block in dict.fromkeys(p["block"] for p in passes)
+        ]
+        references = sorted({n for p in passes for e in p["edits"] for n in _refs(e)})
+        return {
+            "chunk_id": digest([p["pass_id"] for p in passes]),
+            "model": self.model,
+            "measures": self.measures,
+            "references": {str(n): self._reference_batches(self.references[n]) for n in references},
+            "blocks": blocks,
+        }
+
+    def _block(self, block: Sequence[int], swap: bool = False) -> Plain:
+        """The rows of a block; `swap` runs the donor prompts in the place of the prompts."""
+        rows = [self.rows[i] for i in block]
+        names = list(rows[0].positions)
+        measured = self.sweep.measure_at
+        base = [row.donor_ids if swap else row.ids for row in rows]
+        return {
+            "row_keys": [row.row_key for row in rows],
+            "ids": base,
+            "donor_ids": [row.donor_ids for row in rows] if self.donors else [],
+            "measured": [_last(row, measured, donor=swap) for row in rows],
+            "donor_measured": [_last(row, measured, donor=True) for row in rows]
+            if self.donors
+            else [],
+            "answers": {name: [row.answers[name][0] for row in rows] for name in rows[0].answers},
+            "positions": {
+                name: {
+                    "base": [_place(row, name, donor=swap) for row in rows],
+                    "donor": [row.positions[name].donor for row in rows],
+                }
+                for name in names
+            }
+            | {"@all": {"base": [list(range(len(ids))) for ids in base],
+                        "donor": [list(range(len(row.donor_ids))) for row in rows]}},
+        }
+
+    def _reference_batches(self, reference: Plain) -> list[Plain]:
+        donor = reference["role"] == "donor"
+        by_length: dict[int, list[PromptRow]] = {}
+        for i in reference["rows"]:
+            row = self.rows[i]
+            by_length.setdefault(len(row.donor_ids if donor else row.ids), []).append(row)
+        batches = []
+        for length in sorted(by_length):
+            members = sorted(by_length[length], key=lambda row: row.row_key)
+            for part in _slices(members, self.settings.batch_rows):
+                batches.append(
+                    {
+                        "tap": reference["tap"],
+                        "ids": [row.donor_ids if donor else row.ids for row in part],
+                        "at": [_place(row, reference["position"], donor) for row in part],
+                    }
+                )
+        return batches
+
+    # --- null controls --------------------------------------------------------------------
+
+    def controls(self, points: Sequence[Point]) -> Plain | None:
+        """A chunk of null controls on a few rows (see docs/checks.md), or None without rows."""
+        rows = max((point.rows for point in points), key=len)
+        if not rows:
+            return None
+        blocks = self._blocks(rows)
+        equal = [b for b in blocks if self.donors and _equal_lengths(self.rows[b[0]])]
+        block = (equal or blocks)[0][:8]
+        first, last = points[0], points[-1]
+        passes = [self._control(block, "clean", [])]
+        passes += [self._control(block, f"self_patch_{n}", self._self_patch(p), p)
+                   for n, p in enumerate([first, last]) if p.edits and set(block) <= set(p.rows)]
+        passes.append(self._control(block, "zero_steer", [self._zero_steer()]))
+        if equal:
+            passes.append(self._control(block, "full_donor", [self._full_donor()]))
+        chunk = self.chunk(passes)
+        if equal:
+            donor = self._block(block, swap=True)
+            alone = self._control(block, "donor", [])
+            chunk["blocks"].append(donor | {"passes": [_without_block(alone)]})
+        return chunk | {"chunk_id": digest(["controls", chunk["chunk_id"]])}
+
+    def _control(
+        self, block: tuple[int, ...], name: str, edits: list[Plain], like: Point | None = None
+    ) -> Plain:
+        key = f"control:{name}"
+        point = Point(key, key, {}, [], edits, block)
+        resume = min((edit["resume"] for edit in edits), default=0)
+        start = self._start(like, block) if like else 0
+        return self._pass(block, [point], resume, start)
+
+    def _self_patch(self, point: Point) -> list[Plain]:
+        return [edit | {"op": "set", "operand": {"kind": "self"}} for edit in point.edits]
+
+    def _zero_steer(self) -> Plain:
+        place = tap(self.shape, "resid_post", self.shape["layers"] // 2, None)
+        values = [1.0] * (place["high"] - place["low"])
+        operand = {"kind": "vector", "values": values, "scale": 0.0}
+        return self._plain_edit(place, "add", operand, self.shape["layers"] // 2 + 1)
+
+    def _full_donor(self) -> Plain:
+        place = tap(self.shape, "resid_post", self.shape["layers"] - 1, None)
+        return self._plain_edit(place, "set", {"kind": "donor"}, self.shape["layers"])
+
+    def _plain_edit(self, place: Plain, op: str, operand: Plain, resume: int) -> Plain:
+        return {"tap": place, "position": "@all", "op": op, "operand": operand, "resume": resume}
+
+
+def measure_list(sweep: Sweep) -> list[Plain]:
+    """The measures as plain data, in the order of their columns."""
+    return [
+        {"name": name, **measure.model_dump(exclude_none=True)}
+        for name, measure in sweep.measures.items()
+    ]
+
+
+def pass_ids(chunk: Plain) -> list[str]:
+    """The ids of a chunk's passes, in order."""
+    return [p["pass_id"] for block in chunk["blocks"] for p in block["passes"]]
+
+
+def keys_of(chunk: Plain) -> list[tuple[str, str]]:
+    """(point_key, row_key) of every value row a chunk returns, in the kernel's order."""
+    return [
+        (point, row)
+        for block in chunk["blocks"]
+        for p in block["passes"]
+        for point in p["points"]
+        for row in block["row_keys"]
+    ]
+
+
+def forward_passes(chunks: Iterable[Plain]) -> int:
+    """Model calls of some chunks: clean runs, reference runs and passes."""
+    return sum(
+        sum(len(batches) for batches in chunk["references"].values())
+        + sum(len(b["passes"]) + 1 + bool(b["donor_ids"]) for b in chunk["blocks"])
+        for chunk in chunks
+    )
+
+
+def naive_passes(points: Sequence[Point], batch_rows: int) -> int:
+    """Model calls of a loop that runs prompt and donor anew for every point."""
+    return sum(2 * math.ceil(len(point.rows) / batch_rows) for point in points)
+
+
+def _seeded(edit: Plain, row_keys: Sequence[str]) -> Plain:
+    """Give a noise edit one seed a row, from the place of the write and the row's identity.
+
+    Neither the point's other axes nor the standard deviation enter, so that a corrupted prompt is
+    the same prompt at every point that corrupts it the same way.
+    """
+    if edit["op"] != "noise":
+        return edit
+    place = [edit["operand"]["seed"], edit["tap"]["path"], edit["tap"]["low"]]
+    seeds = [int(digest([*place, key])[:15], 16) for key in row_keys]
+    return edit | {"operand": edit["operand"] | {"seeds": seeds}}
+
+
+def _slices[Item](items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def _without_block(item: Plain) -> Plain:
+    return {key: value for key, value in item.items() if key != "block"}
+
+
+def _refs(edit: Plain) -> list[int]:
+    return [edit["operand"][side] for side in ("plus", "minus") if side in edit["operand"]]
+
+
+def _spec(sweep: Sweep, name: str) -> Any:
+    spec = sweep.position(name)
+    return spec.model_dump() if isinstance(spec, TextPosition) else spec
+
+
+def _place(row: PromptRow, name: str, donor: bool) -> list[int]:
+    place = row.positions[name]
+    return place.donor if donor else place.base
+
+
+def _last(row: PromptRow, name: str, donor: bool) -> int:
+    """The token whose next-token logits are measured: the last one of the position."""
+    return _place(row, name, donor)[-1]
+
+
+def _equal_lengths(row: PromptRow) -> bool:
+    return len(row.ids) == len(row.donor_ids)

@@ -1,0 +1,393 @@
+"""Prompt rows: text becomes token ids, positions and answers, once, before any model runs.
+
+Positions are unpadded token coordinates. A row that cannot be used keeps its place with a reason;
+nothing is mapped to a neighbouring token or to the first piece of an answer.
+"""
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from nnsweep.errors import UserError
+from nnsweep.sweep import Sweep, TextPosition, uses_donor
+from nnsweep.tables import digest
+
+
+@dataclass
+class Place:
+    """One named position in one row: base and donor token indices, or why there are none."""
+
+    base: list[int] = field(default_factory=list)
+    donor: list[int] = field(default_factory=list)
+    reason: str | None = None
+
+
+@dataclass
+class PromptRow:
+    """One usable or unusable line of the prompt table."""
+
+    row_id: str
+    text: str
+    donor_text: str | None
+    ids: list[int]
+    donor_ids: list[int]
+    tokens: list[str]
+    donor_tokens: list[str]
+    answers: dict[str, list[int]]
+    answer_texts: dict[str, str]
+    positions: dict[str, Place]
+    reason: str | None
+    row_key: str = ""
+
+    def key(self) -> str:
+        """Digest of all that decides this row's values."""
+        places = {name: [place.base, place.donor] for name, place in self.positions.items()}
+        return digest([self.ids, self.donor_ids, self.answers, places])
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One text as tokens: ids, printable tokens, character offsets."""
+
+    ids: list[int]
+    tokens: list[str]
+    offsets: list[tuple[int, int]]
+    text: str
+
+
+def read_records(path: Path, columns: list[str]) -> list[dict[str, str]]:
+    """Read the prompt file's columns as text.
+
+    Raises:
+        UserError: an unknown kind of file, a missing column, no rows, or an empty cell.
+    """
+    table = _read_any(path)
+    missing = [name for name in columns if name not in table.column_names]
+    if missing:
+        have = ", ".join(table.column_names)
+        raise UserError(f"{path}: no column '{missing[0]}'. Columns: {have}.")
+    if table.num_rows == 0:
+        raise UserError(f"{path}: no rows. Add prompts.")
+    rows = table.select(columns).to_pylist()
+    return [{key: "" if cell is None else str(cell) for key, cell in row.items()} for row in rows]
+
+
+def _read_any(path: Path) -> pa.Table:
+    if not path.is_file():
+        raise UserError(f"prompts.file: {path} does not exist. Give a csv, jsonl or parquet file.")
+    try:
+        if path.suffix == ".parquet":
+            return pq.ParquetFile(path).read()
+        if path.suffix == ".jsonl":
+            lines = path.read_text(encoding="utf-8").splitlines()
+            return pa.Table.from_pylist([json.loads(line) for line in lines if line.strip()])
+        if path.suffix == ".csv":
+            return _read_csv(path)
+    except (pa.ArrowInvalid, ValueError) as error:
+        raise UserError(f"{path}: not a readable {path.suffix[1:]} file ({error}).") from None
+    raise UserError(f"prompts.file: {path} is none of .csv, .jsonl, .parquet.")
+
+
+def _read_csv(path: Path) -> pa.Table:
+    """Read every cell as text, so that 007 stays 007 and NA stays NA."""
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        names = next(csv.reader(stream), [])
+    options = pyarrow.csv.ConvertOptions(
+        column_types={name: pa.string() for name in names}, strings_can_be_null=False
+    )
+    parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    return pyarrow.csv.read_csv(path, convert_options=options, parse_options=parse)
+
+
+def columns_of(sweep: Sweep, available: set[str] | None = None) -> list[str]:
+    """The columns of the prompt file that the sweep reads."""
+    prompts = sweep.prompts
+    names = [prompts.text, prompts.donor, *prompts.answers.values()]
+    for position in sweep.positions.values():
+        if isinstance(position, TextPosition):
+            names += [position.text, position.donor_text]
+    if available is None or prompts.row_id in available:
+        names.insert(0, prompts.row_id)
+    return list(dict.fromkeys(name for name in names if name))
+
+
+def prepare_rows(sweep: Sweep, path: Path, tokenizer: Any, context: int) -> list[PromptRow]:
+    """Tokenize and check every row of the sweep's prompt file.
+
+    Args:
+        sweep: The sweep.
+        path: The prompt file.
+        tokenizer: A fast Hugging Face tokenizer.
+        context: The longest prompt the model takes (0: unknown).
+
+    Raises:
+        UserError: a row cannot be used and `on_bad_row` is `refuse`, or no row can be used.
+    """
+    available = set(_read_any(path).column_names)
+    records = read_records(path, columns_of(sweep, available))
+    rows = [_row(sweep, record, i, tokenizer, context) for i, record in enumerate(records)]
+    _refuse_doubles(rows, path)
+    for row in rows:
+        row.row_key = row.key()
+    _apply_policy(sweep, rows, path)
+    return rows
+
+
+def _refuse_doubles(rows: list[PromptRow], path: Path) -> None:
+    seen: set[str] = set()
+    for row in rows:
+        if row.row_id in seen:
+            raise UserError(f"{path}: row_id '{row.row_id}' stands twice. Name every row once.")
+        seen.add(row.row_id)
+
+
+def _apply_policy(sweep: Sweep, rows: list[PromptRow], path: Path) -> None:
+    bad = [(row.row_id, reason) for row in rows if (reason := _any_reason(sweep, row))]
+    if bad and sweep.on_bad_row == "refuse":
+        shown = "; ".join(f"{name}: {reason}" for name, reason in bad[:3])
+        raise UserError(
+            f"{path}: {len(bad)} of {len(rows)} rows cannot be used. {shown}. "
+            "Mend them, or set on_bad_row: exclude."
+        )
+    if all(row.reason for row in rows):
+        raise UserError(f"{path}: no row can be used ({rows[0].row_id}: {rows[0].reason}).")
+
+
+def _any_reason(sweep: Sweep, row: PromptRow) -> str | None:
+    reasons = [row.reason, *(place.reason for place in row.positions.values())]
+    return next((reason for reason in reasons if reason), None)
+
+
+def used_positions(sweep: Sweep) -> list[str]:
+    """Names of the positions that the writes and the measures refer to, in stable order."""
+    names = [sweep.measure_at]
+    for write in sweep.writes:
+        if write.position.startswith("$"):
+            axis = sweep.axes[write.position[1:]]
+            names += [str(value) for value in axis] if isinstance(axis, list) else []
+        else:
+            names.append(write.position)
+    return list(dict.fromkeys(names))
+
+
+def _row(
+    sweep: Sweep, record: Mapping[str, str], number: int, tokenizer: Any, context: int
+) -> PromptRow:
+    prompts = sweep.prompts
+    base = _encode(tokenizer, record[prompts.text])
+    donor_text = record[prompts.donor] if prompts.donor else None
+    donor = _encode(tokenizer, donor_text) if donor_text is not None else None
+    answers, reason = _answers(sweep, record, base, tokenizer)
+    reason = _bad_text(base, tokenizer, context) or reason
+    if donor is not None and uses_donor(sweep):
+        reason = reason or _prefixed("donor", _bad_text(donor, tokenizer, context))
+    names = used_positions(sweep)
+    places = {name: _place(sweep, name, record, base, donor) for name in names}
+    return PromptRow(
+        row_id=record.get(prompts.row_id) or f"row{number:05d}",
+        text=base.text,
+        donor_text=donor_text,
+        ids=base.ids,
+        donor_ids=donor.ids if donor else [],
+        tokens=base.tokens,
+        donor_tokens=donor.tokens if donor else [],
+        answers=answers,
+        answer_texts={name: record[column] for name, column in prompts.answers.items()},
+        positions=places,
+        reason=reason,
+    )
+
+
+def _encode(tokenizer: Any, text: str) -> Encoded:
+    out = tokenizer(text, return_offsets_mapping=True)
+    ids = list(out["input_ids"])
+    tokens = [tokenizer.decode([i]) for i in ids]
+    return Encoded(ids, tokens, [tuple(pair) for pair in out["offset_mapping"]], text)
+
+
+def _prefixed(what: str, reason: str | None) -> str | None:
+    return reason and f"{what}: {reason}"
+
+
+def _bad_text(encoded: Encoded, tokenizer: Any, context: int) -> str | None:
+    ids, bos = encoded.ids, tokenizer.bos_token_id
+    if not encoded.text.strip() or not ids:
+        return "the prompt is empty"
+    if encoded.text != encoded.text.rstrip():
+        return f"the prompt ends in white space: {encoded.tokens}; put the space into the answer"
+    if bos is not None and ids[:2] == [bos, bos]:
+        return f"the prompt begins with two BOS tokens: {encoded.tokens[:3]}; remove one"
+    if context and len(ids) > context:
+        return f"the prompt has {len(ids)} tokens, the model takes {context}"
+    return None
+
+
+def _answers(
+    sweep: Sweep, record: Mapping[str, str], base: Encoded, tokenizer: Any
+) -> tuple[dict[str, list[int]], str | None]:
+    """Ids of each answer as they follow the prompt, and why the row cannot be used, if so."""
+    answers, reason = {}, None
+    for name, column in sweep.prompts.answers.items():
+        ids, problem = _answer_ids(base, record[column], sweep.prompts.answer_prefix, tokenizer)
+        answers[name] = ids
+        reason = reason or _prefixed(f"answer {name} '{record[column]}'", problem)
+    firsts = {name: ids[0] for name, ids in answers.items() if ids}
+    for measure in sweep.measures.values():
+        a, b = (firsts.get(name) for name in measure.answers or ["", ""])
+        if a is not None and a == b:
+            reason = reason or f"answers {measure.answers} begin with the same token {a}"
+    return answers, reason
+
+
+def _answer_ids(
+    base: Encoded, answer: str, prefix: str, tokenizer: Any
+) -> tuple[list[int], str | None]:
+    """Encode prompt and answer together, since a tokenizer may merge over their border."""
+    if not answer.strip():
+        return [], "is empty"
+    joined = "" if answer[0].isspace() else prefix
+    both = _encode(tokenizer, base.text + joined + answer)
+    if both.ids[: len(base.ids)] != base.ids:
+        return [], f"changes the tokens of the prompt: {base.tokens} became {both.tokens}"
+    ids, tokens = both.ids[len(base.ids) :], both.tokens[len(base.ids) :]
+    if len(ids) != 1:
+        return ids, f"has {len(ids)} tokens {tokens}; only one-token answers are measured"
+    return ids, None
+
+
+def _place(
+    sweep: Sweep, name: str, record: Mapping[str, str], base: Encoded, donor: Encoded | None
+) -> Place:
+    spec = sweep.position(name)
+    ours = _indices(spec, record, base, for_donor=False)
+    if isinstance(ours, str):
+        return Place(reason=f"position {name}: {ours}")
+    if donor is None or not uses_donor(sweep):
+        return Place(base=ours)
+    theirs = _indices(spec, record, donor, for_donor=True)
+    if isinstance(theirs, str):
+        return Place(reason=f"position {name} in the donor: {theirs}")
+    return Place(ours, theirs, _misaligned(name, spec, base, donor, ours, theirs))
+
+
+def _misaligned(
+    name: str, spec: Any, base: Encoded, donor: Encoded, ours: list[int], theirs: list[int]
+) -> str | None:
+    """Why base and donor tokens do not correspond; from the end and by text they may."""
+    counted_from_start = spec == "all" or (isinstance(spec, int) and spec >= 0)
+    if counted_from_start and len(base.ids) != len(donor.ids):
+        sizes = f"{len(base.ids)} and {len(donor.ids)} tokens"
+        return (
+            f"position {name}: prompt and donor have {sizes}: {base.tokens} / {donor.tokens}; "
+            "count from the end or use a text position"
+        )
+    if len(ours) != len(theirs):
+        pairs = f"{[base.tokens[i] for i in ours]} / {[donor.tokens[i] for i in theirs]}"
+        return f"position {name}: spans of unequal length {pairs}; use token: first or last"
+    return None
+
+
+def _indices(
+    spec: Any, record: Mapping[str, str], encoded: Encoded, for_donor: bool
+) -> list[int] | str:
+    """Token indices of a position in one text, or the reason why there are none."""
+    size = len(encoded.ids)
+    if spec == "all":
+        return list(range(size))
+    if isinstance(spec, int):
+        if -size <= spec < size:
+            return [spec % size]
+        return f"index {spec} is outside the {size} tokens {encoded.tokens}"
+    column = spec.donor_text or spec.text if for_donor else spec.text
+    span = _find(encoded, record[column], spec.occurrence)
+    if isinstance(span, str):
+        return span
+    return {"all": span, "first": span[:1], "last": span[-1:]}[spec.token]
+
+
+def _find(encoded: Encoded, text: str, occurrence: int | None) -> list[int] | str:
+    if not text:
+        return "the text to find is empty"
+    starts = [i for i in range(len(encoded.text)) if encoded.text.startswith(text, i)]
+    if not starts:
+        return f"'{text}' is not in '{encoded.text}'"
+    if occurrence is None and len(starts) > 1:
+        return f"'{text}' is {len(starts)} times in '{encoded.text}'; give an occurrence"
+    wanted = occurrence or 1
+    place = wanted - 1 if wanted > 0 else len(starts) + wanted
+    if not 0 <= place < len(starts):
+        return f"'{text}' is only {len(starts)} times in '{encoded.text}'"
+    return _covering(encoded, starts[place], starts[place] + len(text))
+
+
+def _covering(encoded: Encoded, start: int, end: int) -> list[int] | str:
+    """Tokens whose characters lie in [start, end), leading white space apart."""
+    found = []
+    for i, (low, high) in enumerate(encoded.offsets):
+        if low < end and high > start and low < high:
+            piece = encoded.text[low:high]
+            low += len(piece) - len(piece.lstrip())
+            if low < start or high > end:
+                return f"'{encoded.text[start:end]}' is only a part of the token {piece!r}"
+            found.append(i)
+    return found or f"no token covers '{encoded.text[start:end]}'"
+
+
+def to_table(rows: list[PromptRow]) -> pa.Table:
+    """prompts.parquet: one line a row, lists for ids and positions, reasons beside them."""
+    ids = pa.list_(pa.int32())
+    columns: dict[str, pa.Array] = {
+        "row_id": pa.array([row.row_id for row in rows], pa.string()),
+        "row_key": pa.array([row.row_key for row in rows], pa.string()),
+        "status": pa.array(["excluded" if row.reason else "ok" for row in rows], pa.string()),
+        "reason": pa.array([row.reason for row in rows], pa.string()),
+        "text": pa.array([row.text for row in rows], pa.string()),
+        "donor_text": pa.array([row.donor_text for row in rows], pa.string()),
+        "ids": pa.array([row.ids for row in rows], ids),
+        "donor_ids": pa.array([row.donor_ids for row in rows], ids),
+        "tokens": pa.array([row.tokens for row in rows], pa.list_(pa.string())),
+        "donor_tokens": pa.array([row.donor_tokens for row in rows], pa.list_(pa.string())),
+    }
+    for name in rows[0].positions:
+        places = [row.positions[name] for row in rows]
+        columns[f"position.{name}"] = pa.array([place.base for place in places], ids)
+        columns[f"donor_position.{name}"] = pa.array([place.donor for place in places], ids)
+        columns[f"reason.{name}"] = pa.array([place.reason for place in places], pa.string())
+    for name in rows[0].answers:
+        texts = [row.answer_texts[name] for row in rows]
+        columns[f"answer.{name}"] = pa.array(texts, pa.string())
+        columns[f"answer_ids.{name}"] = pa.array([row.answers[name] for row in rows], ids)
+    return pa.table(columns)
+
+
+def from_table(table: pa.Table) -> list[PromptRow]:
+    """The inverse of `to_table`."""
+    names = table.column_names
+    positions = [name.removeprefix("position.") for name in names if name.startswith("position.")]
+    answers = [name.removeprefix("answer.") for name in names if name.startswith("answer.")]
+    return [_from_record(record, positions, answers) for record in table.to_pylist()]
+
+
+def _from_record(record: dict[str, Any], positions: list[str], answers: list[str]) -> PromptRow:
+    plain = ("row_id", "row_key", "reason", "text", "donor_text", "ids", "donor_ids")
+    return PromptRow(
+        **{name: record[name] for name in (*plain, "tokens", "donor_tokens")},
+        answers={name: record[f"answer_ids.{name}"] for name in answers},
+        answer_texts={name: record[f"answer.{name}"] for name in answers},
+        positions={
+            name: Place(
+                record[f"position.{name}"],
+                record[f"donor_position.{name}"],
+                record[f"reason.{name}"],
+            )
+            for name in positions
+        },
+    )
+

@@ -1,0 +1,79 @@
+"""run.json: what a table's numbers came from."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+import nnsweep
+from nnsweep import SEMANTICS
+from nnsweep.sweep import Sweep
+from nnsweep.tables import digest, file_digest, read_json
+
+Plain = dict[str, Any]
+SAME = ("device", "device_name", "dtype", "attention", "threads", "versions")
+
+
+def run_record(
+    sweep: Sweep,
+    results: Path,
+    engine: str,
+    plan: Plain,
+    facts: Mapping[str, Plain],
+    values: pa.Table,
+    controls: Mapping[str, Plain],
+) -> Plain:
+    """Everything needed to run the table again, and what running it took.
+
+    Args:
+        facts: chunk id -> what its engine recorded.
+        values: The merged table.
+        controls: The verdicts of the null controls.
+    """
+    status = values["status"].to_pylist()
+    return {
+        "sweep": sweep.name,
+        "engine": engine,
+        "semantics": SEMANTICS,
+        "model": read_json(results / "sweep.json")["resolved_model"] | {"id": sweep.model.id},
+        **{name: _distinct(facts, name) for name in SAME},
+        "settings": plan["settings"],
+        "digests": digests(sweep, results),
+        "points": plan["points"],
+        "values": {name: status.count(name) for name in ("ok", "excluded", "error")},
+        "controls": dict(controls),
+        "forward_passes": sum(fact["passes"] for fact in facts.values()),
+        "forward_passes_naive": plan["forward_passes_naive"],
+        "peak_memory_bytes": max(fact["peak_memory_bytes"] for fact in facts.values()),
+        "seconds": {
+            name: round(sum(fact[f"seconds_{name}"] for fact in facts.values()), 3)
+            for name in ("open", "run")
+        },
+    }
+
+
+def _distinct(facts: Mapping[str, Plain], name: str) -> Any:
+    """The one value all chunks agree on, or the list of values where they do not."""
+    found: list[Any] = []
+    for fact in facts.values():
+        if fact[name] not in found:
+            found.append(fact[name])
+    return found[0] if len(found) == 1 else found
+
+
+def digests(sweep: Sweep, results: Path) -> dict[str, str]:
+    """Digests of the sweep, the prompts, the points and the package's code."""
+    return {
+        "sweep": digest(sweep.model_dump(mode="json")),
+        "prompts": file_digest(results / "prompts.parquet"),
+        "points": file_digest(results / "points.parquet"),
+        "code": code_digest(),
+    }
+
+
+def code_digest() -> str:
+    """Digest of every module of the installed package."""
+    root = Path(nnsweep.__file__).parent
+    files = sorted(root.rglob("*.py"))
+    return digest({str(path.relative_to(root)): file_digest(path) for path in files})

@@ -1,0 +1,78 @@
+"""Means, spreads and bootstrap intervals over prompt rows."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from nnsweep.config import Bootstrap
+from nnsweep.sweep import Sweep, axis_kinds
+from nnsweep.tables import read_table, summary_schema, values_schema, write_table
+
+
+def summarize(sweep: Sweep, values: Path, output: Path, bootstrap: Bootstrap) -> None:
+    """Rule summarize: one row per point and measure."""
+    kinds, measures = axis_kinds(sweep), list(sweep.measures)
+    table = read_table(values, values_schema(kinds, measures))
+    frame = summary_frame(table, list(kinds), measures, bootstrap)
+    schema = summary_schema(kinds)
+    whole = pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False)
+    write_table(output, whole, schema)
+
+
+def summary_frame(
+    values: pa.Table, axes: list[str], measures: list[str], bootstrap: Bootstrap
+) -> pd.DataFrame:
+    """Summaries in the order point, measure.
+
+    n counts the rows with a value; std has n - 1 in its denominator; the interval is the
+    percentile bootstrap of the mean over rows (Efron and Tibshirani, 1993). A point without
+    values has n 0 and nulls.
+    """
+    points = values.select(["point_id", *axes]).to_pandas().drop_duplicates("point_id")
+    rows = values.num_rows // max(1, len(points))
+    parts = []
+    for order, measure in enumerate(measures):
+        column = values[measure].to_numpy(zero_copy_only=False).astype(np.float64)
+        stats = _statistics(column.reshape(len(points), rows), bootstrap)
+        parts.append(points.assign(measure=measure, order=order, **stats))
+    whole = pd.concat(parts)
+    whole["place"] = np.tile(np.arange(len(points)), len(measures))
+    return whole.sort_values(["place", "order"], ignore_index=True)
+
+
+def _statistics(cells: np.ndarray, bootstrap: Bootstrap) -> dict[str, np.ndarray]:
+    """Statistics of each row of `cells` (points, prompt rows); nulls are NaN and left out."""
+    there = ~np.isnan(cells)
+    n = there.sum(axis=1)
+    filled = np.where(there, cells, 0.0)
+    mean = np.divide(filled.sum(axis=1), n, out=np.full(len(n), np.nan), where=n > 0)
+    square = np.where(there, (cells - mean[:, None]) ** 2, 0.0).sum(axis=1)
+    std = np.sqrt(np.divide(square, n - 1, out=np.full(len(n), np.nan), where=n > 1))
+    low, high = _intervals(filled, there, n, bootstrap)
+    return {"n": n.astype(np.int32), "mean": mean, "std": std, "ci_low": low, "ci_high": high}
+
+
+def _intervals(
+    filled: np.ndarray, there: np.ndarray, n: np.ndarray, bootstrap: Bootstrap
+) -> tuple[np.ndarray, np.ndarray]:
+    """Percentile intervals; points with equally many rows share their resamples."""
+    low, high = np.full(len(n), np.nan), np.full(len(n), np.nan)
+    tail = (1 - bootstrap.confidence) / 2
+    for count in np.unique(n[n > 1]):
+        members = np.flatnonzero(n == count)
+        weights = _weights(int(count), bootstrap)
+        for start in range(0, len(members), 1024):
+            some = members[start : start + 1024]
+            dense = filled[some][there[some]].reshape(len(some), count)
+            means = dense @ weights.T
+            low[some], high[some] = np.quantile(means, [tail, 1 - tail], axis=1)
+    return low, high
+
+
+def _weights(count: int, bootstrap: Bootstrap) -> np.ndarray:
+    """Resampling weights (resamples, rows) from the seed and the number of rows alone."""
+    generator = np.random.default_rng([bootstrap.seed, count])
+    even = np.full(count, 1 / count)
+    return generator.multinomial(count, even, size=bootstrap.resamples) / count

@@ -1,0 +1,437 @@
+"""The sweep document and its expansion: axes become points.
+
+A sweep is one file. Its axes span a grid; each point of the grid is one set of writes. Nothing
+here knows a tokenizer or a tensor: positions are names, layers and heads are integers.
+"""
+
+import itertools
+import re
+from decimal import Decimal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from nnsweep.documents import Strict
+from nnsweep.errors import UserError
+from nnsweep.tables import digest
+
+NAME = r"^[a-z0-9][a-z0-9_]{0,63}$"
+SITES = ("embed", "resid_pre", "resid_post", "attn_out", "mlp_out", "z", "logits")
+LAYERLESS = ("embed", "logits")
+MEASURES: dict[str, tuple[str, ...]] = {
+    "match": ("answer",),
+    "logit": ("answer",),
+    "log_prob": ("answer",),
+    "prob": ("answer",),
+    "rank": ("answer",),
+    "logit_diff": ("answers",),
+    "kl": (),
+    "recovery": ("of",),
+}
+"""The fields each kind of measure asks for (definitions: `nnsweep.measures`)."""
+
+BUILT_IN_POSITIONS: dict[str, int | str] = {"last": -1, "all": "all"}
+
+Ref = Annotated[str, Field(pattern=r"^\$[a-z][a-z0-9_]*$")]
+Name = Annotated[str, Field(pattern=NAME)]
+Scalar = Annotated[int | float | str, Field(union_mode="left_to_right")]
+Index = Annotated[int, Field(strict=True, ge=0)] | Ref
+Number = Annotated[float, Field(strict=False)] | Ref
+
+
+class ModelSpec(Strict):
+    """Which model answers."""
+
+    id: str = Field(description="`smollm2-135m`, a Hugging Face id, or a local folder")
+    revision: str | None = Field(None, description="branch, tag or commit; null is the default")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="dtype of weights and activations"
+    )
+    attention: Literal["sdpa", "eager"] = Field("sdpa", description="attention implementation")
+
+    @field_validator("revision", mode="before")
+    @classmethod
+    def _revision_is_text(cls, value: Any) -> Any:
+        if isinstance(value, int | float):
+            raise ValueError(f"got the number {value}; put the revision in quotes")
+        return value
+
+
+class Prompts(Strict):
+    """Where the prompt rows come from and which columns mean what."""
+
+    file: str = Field(description="csv, jsonl or parquet, relative to the working directory")
+    text: str = Field(description="column run under the writes")
+    donor: str | None = Field(None, description="column whose activations are patched in")
+    row_id: str = Field("row_id", description="column that names the rows")
+    answers: dict[str, str] = Field(default={}, description="answer name -> column")
+    answer_prefix: str = Field(" ", description="what joins a prompt and its answer")
+
+
+class TextPosition(Strict):
+    """The tokens of this row's own text, in each prompt."""
+
+    text: str = Field(description="column holding the text to find in the prompt")
+    donor_text: str | None = Field(None, description="column for the donor; null is `text`")
+    occurrence: Annotated[int, Field(strict=True)] | None = Field(
+        None, description="1 is the first, -1 the last; null refuses a text found twice"
+    )
+    token: Literal["all", "first", "last"] = Field("all", description="which tokens of the span")
+
+    @field_validator("occurrence")
+    @classmethod
+    def _not_zero(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("occurrences count from 1 (first) or -1 (last)")
+        return value
+
+
+Position = Annotated[int, Field(strict=True)] | Literal["all"] | TextPosition
+
+
+class Range(Strict):
+    """Numbers from a up to, not including, b."""
+
+    range: list[int | float] = Field(description="[a, b] or [a, b, step]", min_length=2, max_length=3)
+
+    def values(self) -> list[int | float]:
+        """The numbers, computed in decimal so that 0.1 steps stay 0.1 steps."""
+        start, stop = (Decimal(str(x)) for x in self.range[:2])
+        step = Decimal(str(self.range[2])) if len(self.range) == 3 else Decimal(1)
+        if step == 0:
+            raise UserError(f"axes: range {self.range} has step 0. Give a step other than 0.")
+        count = max(0, -int((start - stop) // step)) if (stop - start) * step > 0 else 0
+        whole = all(isinstance(x, int) for x in self.range)
+        numbers = [start + step * i for i in range(count) if (stop - start - step * i) * step > 0]
+        return [int(x) if whole else float(x) for x in numbers]
+
+
+Axis = list[Scalar] | Range | Literal["all"]
+
+
+class Mean(Strict):
+    """The mean activation over all usable rows, at the same site, layer and position."""
+
+    mean: Literal["text", "donor"] = Field(description="over which prompts")
+
+
+class MeanDifference(Strict):
+    """A difference of means: mean over one set of prompts minus mean over the other."""
+
+    mean: Literal["text", "donor"] = Field(description="minuend")
+    minus: Literal["text", "donor"] = Field(description="subtrahend")
+
+
+class VectorFile(Strict):
+    """A vector from a safetensors file, shape [width] or [layers, width]."""
+
+    file: str = Field(description="safetensors file, relative to the working directory")
+    key: str = Field("vector", description="name of the tensor in the file")
+
+
+class Add(Strict):
+    """Add a vector with a scale (steering)."""
+
+    vector: VectorFile | MeanDifference = Field(description="what is added")
+    scale: Number = Field(1.0, description="factor, or `$axis`")
+
+
+class Noise(Strict):
+    """Add Gaussian noise, drawn from the identity of the point and the row."""
+
+    std: Number = Field(description="standard deviation, or `$axis`")
+    seed: Index = Field(0, description="seed, or `$axis`")
+
+
+class Write(Strict):
+    """One change of one activation. Exactly one of `set`, `add`, `noise`."""
+
+    site: Literal["embed", "resid_pre", "resid_post", "attn_out", "mlp_out", "z", "logits"]
+    layer: Index | None = Field(None, description="layer, from 0, or `$axis`")
+    head: Index | None = Field(None, description="query head, from 0 (site z), or `$axis`")
+    position: str = Field(description="name of a position, or `$axis`")
+    set: Literal["donor"] | Mean | Number | None = Field(
+        None, description="`donor`, a number, {mean: text} or `$axis`"
+    )
+    add: Add | None = Field(None, description="vector and scale")
+    noise: Noise | None = Field(None, description="standard deviation and seed")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Write":
+        given = [name for name in ("set", "add", "noise") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of set, add, noise (given: {given or 'none'})")
+        if (self.layer is None) != (self.site in LAYERLESS):
+            need = "no layer" if self.site in LAYERLESS else "a layer"
+            raise ValueError(f"site {self.site} takes {need}")
+        if (self.head is None) != (self.site != "z"):
+            raise ValueError(f"site {self.site} takes {'a' if self.site == 'z' else 'no'} head")
+        return self
+
+
+class Measure(Strict):
+    """One number per point and prompt row, computed from the logits."""
+
+    kind: Literal["match", "logit", "log_prob", "prob", "rank", "logit_diff", "kl", "recovery"]
+    answer: str | None = Field(None, description="name of an answer")
+    answers: list[str] | None = Field(
+        None, description="[target, foil]", min_length=2, max_length=2
+    )
+    of: str | None = Field(None, description="the measure whose recovery is taken")
+    min_gap: float = Field(0.1, gt=0, description="smallest clean-to-donor gap of `of` that counts")
+
+    @model_validator(mode="after")
+    def _fields_of_kind(self) -> "Measure":
+        for field in ("answer", "answers", "of"):
+            if (getattr(self, field) is not None) != (field in MEASURES[self.kind]):
+                need = "needs" if field in MEASURES[self.kind] else "takes no"
+                raise ValueError(f"kind {self.kind} {need} '{field}'")
+        return self
+
+
+class Sweep(Strict):
+    """A sweep of interventions on a language model."""
+
+    name: Name = Field(description="lower-case letters, digits and _, as the file is named")
+    model: ModelSpec
+    prompts: Prompts
+    positions: dict[Name, Position] = Field(default={}, description="name -> tokens of a prompt")
+    measure_at: str = Field("last", description="position whose next-token logits are measured")
+    axes: dict[Name, Axis] = Field(default={}, description="name -> values; the first is slowest")
+    zip: list[list[str]] = Field(default=[], description="axes that move together")
+    exclude: list[dict[str, Scalar | list[Scalar]]] = Field(
+        default=[], description="points left out: axis -> value or values"
+    )
+    writes: list[Write] = Field(default=[], description="none measures behaviour")
+    measures: dict[Name, Measure] = Field(description="name -> measure", min_length=1)
+    on_bad_row: Literal["refuse", "exclude"] = Field(
+        "refuse", description="what to do when a prompt row cannot be used"
+    )
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _plain_name(cls, value: Any) -> Any:
+        if not isinstance(value, str) or not re.match(NAME, value):
+            raise ValueError(f"got {value!r}, use lower-case letters, digits and _ (at most 64)")
+        return value
+
+    @model_validator(mode="after")
+    def _references(self) -> "Sweep":
+        for problem in itertools.chain(_bad_refs(self), _bad_measures(self), _bad_axes(self)):
+            raise ValueError(problem)
+        return self
+
+    def position(self, name: str) -> int | str | TextPosition:
+        """The declaration of a position, built-in names included."""
+        return self.positions[name] if name in self.positions else BUILT_IN_POSITIONS[name]
+
+
+def uses_donor(sweep: Sweep) -> bool:
+    """Whether any write or measure reads the donor prompts."""
+    return any(_donor_write(write) for write in sweep.writes) or any(
+        measure.kind == "recovery" for measure in sweep.measures.values()
+    )
+
+
+def _donor_write(write: Write) -> bool:
+    if write.set == "donor" or (isinstance(write.set, Mean) and write.set.mean == "donor"):
+        return True
+    vector = write.add.vector if write.add else None
+    return isinstance(vector, MeanDifference) and "donor" in (vector.mean, vector.minus)
+
+
+def vector_files(sweep: Sweep) -> list[str]:
+    """The vector files that the sweep's writes read."""
+    adds = [write.add.vector for write in sweep.writes if write.add]
+    return list(dict.fromkeys(v.file for v in adds if isinstance(v, VectorFile)))
+
+
+def references(sweep: Sweep) -> dict[str, set[str]]:
+    """Axis name -> the fields (`layer`, `head`, `position`, `number`) that refer to it."""
+    found: dict[str, set[str]] = {}
+    for write in sweep.writes:
+        for field, value in _leaves(write):
+            if isinstance(value, str) and value.startswith("$"):
+                found.setdefault(value[1:], set()).add(field)
+    return found
+
+
+def _leaves(write: Write) -> list[tuple[str, Any]]:
+    numbers = [write.set if not isinstance(write.set, Mean) else None]
+    numbers += [write.add.scale] if write.add else []
+    numbers += [write.noise.std] if write.noise else []
+    seed = [("index", write.noise.seed)] if write.noise else []
+    plain = [("layer", write.layer), ("head", write.head), ("position", write.position)]
+    return plain + [("number", value) for value in numbers] + seed
+
+
+def _bad_refs(sweep: Sweep) -> list[str]:
+    known = set(sweep.axes)
+    problems = [
+        f"writes refer to ${name}, which is no axis. Axes: {', '.join(known) or 'none'}"
+        for name in references(sweep)
+        if name not in known
+    ]
+    idle = [name for name in sweep.axes if name not in references(sweep)]
+    if idle:
+        problems.append(f"axis '{idle[0]}' is used by no write. Use ${idle[0]} or remove the axis")
+    named = {write.position for write in sweep.writes} | {sweep.measure_at}
+    for name in sorted(named):
+        if not name.startswith("$") and name not in {**sweep.positions, **BUILT_IN_POSITIONS}:
+            problems.append(_no_position(sweep, name))
+    if uses_donor(sweep) and sweep.prompts.donor is None:
+        problems.append("a write or measure reads the donor, but prompts.donor is not given")
+    return problems
+
+
+def _no_position(sweep: Sweep, name: str) -> str:
+    known = ", ".join({**sweep.positions, **BUILT_IN_POSITIONS})
+    return f"position '{name}' is not declared. Positions: {known}"
+
+
+def _bad_measures(sweep: Sweep) -> list[str]:
+    problems = []
+    for name, measure in sweep.measures.items():
+        for answer in [measure.answer, *(measure.answers or [])]:
+            if answer is not None and answer not in sweep.prompts.answers:
+                known = ", ".join(sweep.prompts.answers) or "none"
+                problems.append(f"measures.{name}: answer '{answer}' is not one of: {known}")
+        if measure.of is not None and sweep.measures.get(measure.of, measure).kind in (
+            "recovery",
+            "kl",
+        ):
+            allowed = [k for k, m in sweep.measures.items() if m.kind not in ("recovery", "kl")]
+            problems.append(f"measures.{name}.of: '{measure.of}' is not one of {allowed}")
+    return problems
+
+
+def _bad_axes(sweep: Sweep) -> list[str]:
+    problems = []
+    zipped = [name for group in sweep.zip for name in group]
+    for name in zipped + [key for rule in sweep.exclude for key in rule]:
+        if name not in sweep.axes:
+            problems.append(f"'{name}' in zip or exclude is no axis. Axes: {list(sweep.axes)}")
+    if len(zipped) != len(set(zipped)):
+        problems.append("zip: an axis stands in two groups")
+    for name, fields in references(sweep).items():
+        axis = sweep.axes.get(name)
+        if axis == "all" and not fields & {"layer", "head"}:
+            problems.append(f"axes.{name}: 'all' is for layers and heads. List the values")
+        if "position" in fields and isinstance(axis, list):
+            known = {**sweep.positions, **BUILT_IN_POSITIONS}
+            problems += [_no_position(sweep, str(x)) for x in axis if x not in known]
+    return problems
+
+
+def axis_kinds(sweep: Sweep) -> dict[str, str]:
+    """Axis name -> `index` (layers, heads, seeds), `string` (positions) or `number`."""
+    kinds = {}
+    for name, fields in references(sweep).items():
+        if "position" in fields:
+            kinds[name] = "string"
+        else:
+            kinds[name] = "index" if fields <= {"layer", "head", "index"} else "number"
+    return {name: kinds[name] for name in sweep.axes}
+
+
+def axis_values(sweep: Sweep, layers: int, heads: int) -> dict[str, list[Any]]:
+    """Every axis as a list; `all` becomes the model's layers or heads.
+
+    Raises:
+        UserError: an empty axis, a value twice, or one of the wrong type or out of range.
+    """
+    limits = {"layer": layers, "head": heads}
+    kinds = axis_kinds(sweep)
+    return {
+        name: _checked_axis(name, axis, kinds[name], references(sweep)[name], limits)
+        for name, axis in sweep.axes.items()
+    }
+
+
+def _checked_axis(
+    name: str, axis: Any, kind: str, fields: set[str], limits: dict[str, int]
+) -> list[Any]:
+    bounds = [limits[field] for field in fields if field in limits]
+    if axis == "all":
+        values: list[Any] = list(range(min(bounds)))
+    else:
+        values = axis.values() if isinstance(axis, Range) else list(axis)
+    if not values:
+        raise UserError(f"axes.{name}: no values. Give at least one.")
+    wanted = {"index": int, "string": str, "number": (int, float)}[kind]
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, wanted):  # type: ignore[arg-type]
+            raise UserError(f"axes.{name}: {value!r} is not a {kind}. Give {kind} values.")
+        if bounds and not 0 <= value < min(bounds):
+            what = " and ".join(sorted(fields & limits.keys()))
+            raise UserError(f"axes.{name}: {what} {value} is outside 0..{min(bounds) - 1}.")
+    if len(set(values)) != len(values):
+        twice = next(value for value in values if values.count(value) > 1)
+        raise UserError(f"axes.{name}: {twice!r} is given twice. Give each value once.")
+    return [float(value) for value in values] if kind == "number" else values
+
+
+def grid(sweep: Sweep, values: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """All combinations, first axis slowest; zipped axes move together, exclusions left out."""
+    groups = [list(group) for group in sweep.zip]
+    zipped = {name: group for group in groups for name in group}
+    order = [zipped.get(name, [name]) for name in values]
+    steps = [group for i, group in enumerate(order) if group not in order[:i]]
+    for group in groups:
+        lengths = {name: len(values[name]) for name in group}
+        if len(set(lengths.values())) > 1:
+            raise UserError(f"zip: {lengths} differ in length. Zipped axes need equal lengths.")
+    columns = [
+        [dict(zip(group, row, strict=True)) for row in zip(*(values[n] for n in group), strict=True)]
+        for group in steps
+    ]
+    cells = [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*columns)]
+    kept = [cell for cell in cells if not any(_matches(cell, rule) for rule in sweep.exclude)]
+    if not kept:
+        raise UserError("exclude: no point is left. Remove an exclusion.")
+    return [{name: cell[name] for name in values} for cell in kept]
+
+
+def _matches(cell: dict[str, Any], rule: dict[str, Any]) -> bool:
+    return all(
+        cell[name] in (value if isinstance(value, list) else [value])
+        for name, value in rule.items()
+    )
+
+
+def resolve_writes(sweep: Sweep, cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sweep's writes with every `$axis` replaced by this cell's value (plain data)."""
+
+    def at(value: Any) -> Any:
+        return cell[value[1:]] if isinstance(value, str) and value.startswith("$") else value
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items() if item is not None}
+        return at(value)
+
+    return [plain(write.model_dump()) for write in sweep.writes]
+
+
+def expand(sweep: Sweep, layers: int, heads: int) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """All points in order: (axis values, resolved writes).
+
+    Raises:
+        UserError: an index out of range, or two points that are the same experiment.
+    """
+    values = axis_values(sweep, layers, heads)
+    points = [(cell, resolve_writes(sweep, cell)) for cell in grid(sweep, values)]
+    seen: dict[str, dict[str, Any]] = {}
+    for cell, writes in points:
+        for write in writes:
+            _in_range(write, layers, heads)
+        twin = seen.setdefault(digest(writes), cell)
+        if twin is not cell:
+            raise UserError(f"axes: {twin} and {cell} are the same point. Remove one.")
+    return points
+
+
+def _in_range(write: dict[str, Any], layers: int, heads: int) -> None:
+    for field, limit in (("layer", layers), ("head", heads)):
+        if write.get(field) is not None and not 0 <= write[field] < limit:
+            raise UserError(f"writes: {field} {write[field]} is outside 0..{limit - 1}.")

@@ -1,0 +1,59 @@
+"""Model, prompts and plan: everything that is decided before a pass runs."""
+
+
+rule prepare_model:
+    output:
+        "results/{sweep}/model.json",
+    log:
+        "logs/{sweep}/prepare_model.log",
+    conda:
+        "../../envs/local.yaml"
+    params:
+        model=SPEC.model.model_dump_json(),
+    message:
+        "Preparing the model (fetched and converted once)"
+    script:
+        "../../scripts/prepare_model.py"
+
+
+rule prepare_prompts:
+    input:
+        model="results/{sweep}/model.json",
+        prompts=SPEC.prompts.file,
+    output:
+        "results/{sweep}/prompts.parquet",
+    log:
+        "logs/{sweep}/prepare_prompts.log",
+    conda:
+        "../../envs/local.yaml"
+    params:
+        sweep=SPEC_PARAM,
+    message:
+        "Tokenizing {input.prompts}"
+    script:
+        "../../scripts/prepare_prompts.py"
+
+
+checkpoint expand_sweep:
+    input:
+        model="results/{sweep}/model.json",
+        prompts="results/{sweep}/prompts.parquet",
+        vectors=VECTOR_FILES,
+    output:
+        sweep="results/{sweep}/sweep.json",
+        points="results/{sweep}/points.parquet",
+        # The earlier plan is read before it is replaced, so that finished chunks stay chunks.
+        plan=update("results/{sweep}/plan.json"),
+        chunks=directory("results/{sweep}/chunks"),
+    log:
+        "logs/{sweep}/expand_sweep.log",
+    conda:
+        "../../envs/local.yaml"
+    params:
+        sweep=SPEC_PARAM,
+        settings=SETTINGS_PARAM,
+        semantics=f"semantics {SEMANTICS}",
+    message:
+        "Expanding the axes of {wildcards.sweep} into points, passes and chunks"
+    script:
+        "../../scripts/expand_sweep.py"
