@@ -15,6 +15,7 @@ with job_log(snakemake.log[0]):
     plot_measure(
         Sweep.model_validate(json.loads(snakemake.params.sweep)),
         snakemake.wildcards.measure,
-        Path(snakemake.input[0]),
+        Path(snakemake.input.summary),
+        Path(snakemake.input.values),
         Path(snakemake.output[0]),
     )

@@ -103,17 +103,28 @@ def run_chunk(
 
 
 @app.command()
-def schemas(
-    folder: Annotated[Path, typer.Argument(help="Where to write the two JSON schemas.")],
+def show(
+    folder: Annotated[Path, typer.Argument(help="results/SWEEP/ENGINE")],
 ) -> None:
-    """Write the schemas of config.yaml and of a sweep file, generated from their models."""
-    import yaml
+    """Show a finished run in a few lines: extremes, null controls, cost, files."""
+    from nnsweep.show import show as describe
 
-    from nnsweep.config import Config
-    from nnsweep.documents import schema_of
-    from nnsweep.sweep import Sweep
+    typer.echo(describe(folder))
 
-    for name, model in (("config", Config), ("sweep", Sweep)):
-        text = yaml.safe_dump(schema_of(model, f"nnsweep {name}"), sort_keys=False, width=100)
-        (folder / f"{name}.schema.yaml").write_text(text, encoding="utf-8")
-        typer.echo(str(folder / f"{name}.schema.yaml"))
+
+@app.command(hidden=True)
+def schemas(
+    root: Annotated[Path, typer.Argument(help="The project's root.")],
+) -> None:
+    """Write the schemas and the generated parts of the docs."""
+    from nnsweep.generated import generated
+    from nnsweep.tables import write_atomically
+
+    for path, text in generated(root).items():
+        content = text
+        write_atomically(path, lambda part, content=content: _write(part, content))
+        typer.echo(str(path))
+
+
+def _write(part: Path, content: str) -> None:
+    part.write_text(content, encoding="utf-8")

@@ -123,9 +123,9 @@ def _step(node: Any, part: int | str) -> Any:
         if part in option.get("properties", {}):
             return option["properties"][part]
     for option in options:
-        if isinstance(option.get("additionalProperties"), dict) and isinstance(part, str):
-            if not _is_branch(part):
-                return option["additionalProperties"]
+        named = isinstance(part, str) and not _is_branch(part)
+        if named and isinstance(option.get("additionalProperties"), dict):
+            return option["additionalProperties"]
     return node
 
 

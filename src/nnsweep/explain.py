@@ -35,14 +35,21 @@ def explain(sweep: Sweep, model: Plain, tokenizer: Any, settings: Settings, rows
 
 
 def _size(
-    sweep: Sweep, model: Plain, plan: Plan, rows: list[PromptRow], settings: Settings, planned: float
+    sweep: Sweep,
+    model: Plain,
+    plan: Plan,
+    rows: list[PromptRow],
+    settings: Settings,
+    planned: float,
 ) -> Iterator[str]:
     shape = model["shape"]
     usable = sum(row.reason is None for row in rows)
     passes, naive = forward_passes(plan.chunks), naive_passes(plan.points, settings.batch_rows)
     work, full = work_of(plan, settings.recompute), full_work(plan)
-    yield f"{sweep.name} on {model['id']} ({shape['family']}, {shape['layers']} layers, "\
-          f"{shape['heads']} heads, {shape['parameters'] / 1e6:.0f}M parameters, {model['dtype']})"
+    yield (
+        f"{sweep.name} on {model['id']} ({shape['family']}, {shape['layers']} layers, "
+        f"{shape['heads']} heads, {shape['parameters'] / 1e6:.0f}M parameters, {model['dtype']})"
+    )
     yield f"  points          {len(plan.points)} over axes {list(sweep.axes) or 'none'}"
     yield f"  prompt rows     {usable} usable of {len(rows)}"
     yield f"  values          {sum(len(p.rows) for p in plan.points) * len(sweep.measures)}"
@@ -90,7 +97,12 @@ def _memory(model: Plain, plan: Plan) -> float:
             width = len(block["ids"][0])
             rows = len(block["ids"])
             stacked = rows * max(len(item["points"]) for item in block["passes"])
-            kept = rows * width * shape["layers"] * (shape["hidden"] + 2 * shape["kv_heads"] * shape["head_dim"])
+            kept = (
+                rows
+                * width
+                * shape["layers"]
+                * (shape["hidden"] + 2 * shape["kv_heads"] * shape["head_dim"])
+            )
             live = stacked * (width * shape["hidden"] * 8 + shape["vocab"] * 3)
             most = max(most, size * (kept + live))
     return shape["parameters"] * size + most + 4e8
@@ -124,7 +136,9 @@ def _row(row: PromptRow, tokenizer: Any) -> Iterator[str]:
             continue
         theirs = ""
         if place.donor:
-            theirs = f"  <-  donor {place.donor} {_tokens([row.donor_tokens[i] for i in place.donor])}"
+            theirs = (
+                f"  <-  donor {place.donor} {_tokens([row.donor_tokens[i] for i in place.donor])}"
+            )
         ours = _tokens([row.tokens[i] for i in place.base])
         yield f"  position {name}: {place.base} {ours}{theirs}"
     for name, ids in row.answers.items():

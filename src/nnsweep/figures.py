@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 
 from nnsweep.measures import REGISTRY
 from nnsweep.sweep import Sweep, axis_kinds
-from nnsweep.tables import read_table, summary_schema, write_atomically
+from nnsweep.tables import read_table, summary_schema, values_schema, write_atomically
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "nnsweep",
     "svg.fonttype": "none",
     "font.size": 9,
@@ -26,17 +26,21 @@ STYLE = {
     "axes.spines.right": False,
 }
 MOST_PANELS = 24
-ABOUT_ZERO = ("logit_diff",)
+ABOUT_ZERO = ("logit_diff", "recovery")
 """Kinds of measure whose sign matters: drawn with a diverging map centred on zero."""
 
 
-def plot_measure(sweep: Sweep, measure: str, summary: Path, output: Path) -> None:
-    """Rule plot_measures: draw one measure of a summary as SVG (the same bytes every time)."""
-    table = read_table(summary, summary_schema(axis_kinds(sweep)))
-    frame = table.to_pandas()
+def plot_measure(sweep: Sweep, measure: str, summary: Path, values: Path, output: Path) -> None:
+    """Rule plot_measures: draw one measure as SVG (the same bytes every time)."""
+    kinds = axis_kinds(sweep)
+    frame = read_table(summary, summary_schema(kinds)).to_pandas()
     frame = frame[frame["measure"] == measure].reset_index(drop=True)
     with mpl.rc_context(STYLE):
-        figure = draw(sweep, measure, frame)
+        if len(frame) == 1:
+            rows = read_table(values, values_schema(kinds, list(sweep.measures)))
+            figure = draw_rows(sweep, measure, frame, rows.select(["row_id", measure]).to_pandas())
+        else:
+            figure = draw(sweep, measure, frame)
 
         def write(part: Path) -> None:
             figure.savefig(part, format="svg", metadata={"Date": None}, bbox_inches="tight")
@@ -48,8 +52,10 @@ def draw(sweep: Sweep, measure: str, frame: pd.DataFrame) -> Figure:
     """Choose the picture from the number of swept axes."""
     axes = [name for name in sweep.axes if frame[name].nunique() > 1]
     shown, panels = _split(sweep, axes)
-    cells = [dict(zip(panels, cell, strict=True)) for cell in
-             itertools.product(*(frame[name].unique() for name in panels))]
+    cells = [
+        dict(zip(panels, cell, strict=True))
+        for cell in itertools.product(*(frame[name].unique() for name in panels))
+    ]
     kept = cells[:MOST_PANELS]
     columns = min(len(kept), 3 if panels else 1)
     rows = math.ceil(len(kept) / columns)
@@ -57,12 +63,31 @@ def draw(sweep: Sweep, measure: str, frame: pd.DataFrame) -> Figure:
     norm = _norm(sweep, measure, frame)
     for place, cell in enumerate(kept):
         axis = figure.add_subplot(rows, columns, place + 1)
-        part = frame[np.logical_and.reduce([frame[k] == v for k, v in cell.items()] or [frame.index >= 0])]
+        part = frame[
+            np.logical_and.reduce([frame[k] == v for k, v in cell.items()] or [frame.index >= 0])
+        ]
         _panel(axis, sweep, measure, part, shown, norm)
         axis.set_title(", ".join(f"{k} {v}" for k, v in cell.items()), fontsize=9)
     if len(shown) == 2:
         _colour_bar(figure, sweep, measure)
     figure.suptitle(_title(sweep, measure, frame, len(cells) - len(kept)), fontsize=10)
+    return figure
+
+
+def draw_rows(sweep: Sweep, measure: str, frame: pd.DataFrame, rows: pd.DataFrame) -> Figure:
+    """A sweep of one point: every prompt row as a dot, the mean with its interval as a band."""
+    rows = rows.dropna().sort_values([measure, "row_id"], ignore_index=True)
+    figure = Figure(figsize=(6.4, min(12.0, 1.4 + 0.16 * len(rows))), layout="constrained")
+    axis = figure.add_subplot()
+    mean = frame.iloc[0]
+    axis.axvspan(mean["ci_low"], mean["ci_high"], alpha=0.2, linewidth=0)
+    axis.axvline(mean["mean"], linewidth=1)
+    axis.plot(rows[measure], rows.index, "o", markersize=3)
+    step = max(1, math.ceil(len(rows) / 70))
+    axis.set_yticks(rows.index[::step], rows["row_id"][::step], fontsize=6)
+    axis.set_xlabel(_unit(sweep, measure))
+    title = f"{_title(sweep, measure, frame, 0)}: {mean['mean']:.3g}"
+    figure.suptitle(title, fontsize=10)
     return figure
 
 
@@ -95,18 +120,26 @@ def _norm(sweep: Sweep, measure: str, frame: pd.DataFrame) -> Normalize:
 
 
 def _panel(
-    axis: Axes, sweep: Sweep, measure: str, frame: pd.DataFrame, shown: Sequence[str], norm: Normalize
+    axis: Axes,
+    sweep: Sweep,
+    measure: str,
+    frame: pd.DataFrame,
+    shown: Sequence[str],
+    norm: Normalize,
 ) -> None:
     if len(shown) == 2:
         _heat_map(axis, sweep, measure, frame, shown, norm)
-    elif len(shown) == 1:
-        _line(axis, sweep, measure, frame, shown[0])
     else:
-        _bars(axis, sweep, measure, frame)
+        _line(axis, sweep, measure, frame, shown[0])
 
 
 def _heat_map(
-    axis: Axes, sweep: Sweep, measure: str, frame: pd.DataFrame, shown: Sequence[str], norm: Normalize
+    axis: Axes,
+    sweep: Sweep,
+    measure: str,
+    frame: pd.DataFrame,
+    shown: Sequence[str],
+    norm: Normalize,
 ) -> None:
     """First axis to the right, second axis upwards; a missing point stays grey."""
     across, up = (list(frame[name].unique()) for name in shown)
@@ -121,9 +154,9 @@ def _heat_map(
         origin="lower",
         interpolation="nearest",
     )
-    for ticks, labels, values, name in (
-        (axis.set_xticks, axis.set_xticklabels, across, shown[0]),
-        (axis.set_yticks, axis.set_yticklabels, up, shown[1]),
+    for ticks, labels, values in (
+        (axis.set_xticks, axis.set_xticklabels, across),
+        (axis.set_yticks, axis.set_yticklabels, up),
     ):
         step = max(1, math.ceil(len(values) / 16))
         ticks(range(0, len(values), step))
@@ -142,19 +175,6 @@ def _line(axis: Axes, sweep: Sweep, measure: str, frame: pd.DataFrame, name: str
     axis.set_xlabel(name)
     axis.set_ylabel(_unit(sweep, measure))
     axis.axhline(0, color="0.7", linewidth=0.8, zorder=0)
-
-
-def _bars(axis: Axes, sweep: Sweep, measure: str, frame: pd.DataFrame) -> None:
-    """A sweep of one point: the mean with its interval."""
-    row = frame.iloc[0]
-    axis.errorbar(
-        [row["mean"]], [0], xerr=[[row["mean"] - row["ci_low"]], [row["ci_high"] - row["mean"]]],
-        fmt="o", capsize=4,
-    )
-    axis.annotate(f"{row['mean']:.3g}", (row["mean"], 0), (0, 8), textcoords="offset points",
-                  ha="center")
-    axis.set_yticks([])
-    axis.set_xlabel(_unit(sweep, measure))
 
 
 def _colour_bar(figure: Figure, sweep: Sweep, measure: str) -> None:

@@ -1,4 +1,4 @@
-"""The work of each rule: paths in, paths out. A rule, a command and a test call the same function."""
+"""The work of each rule: paths in, paths out; rule, command and test call the same function."""
 
 import json
 import logging
@@ -147,8 +147,9 @@ def load_vector(spec: Plain, layer: int | None) -> list[float]:
     path = Path(spec["file"])
     try:
         with safe_open(path, framework="numpy") as tensors:
-            if spec["key"] not in tensors.keys():
-                have = ", ".join(tensors.keys())
+            names = list(tensors.keys())
+            if spec["key"] not in names:
+                have = ", ".join(names)
                 raise UserError(f"{path}: no tensor '{spec['key']}'. Tensors: {have}.")
             values = tensors.get_tensor(spec["key"])
     except (OSError, SafetensorError) as error:
@@ -160,9 +161,7 @@ def load_vector(spec: Plain, layer: int | None) -> list[float]:
     return [float(value) for value in values]
 
 
-def run_chunk(
-    chunk: Path, engine: str, device: str, threads: int, part: Path, facts: Path
-) -> None:
+def run_chunk(chunk: Path, engine: str, device: str, threads: int, part: Path, facts: Path) -> None:
     """Rule run_chunk: one chunk through one engine; the facts are written before the values."""
     began = time.perf_counter()
     plan = read_json(chunk)

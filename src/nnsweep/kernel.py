@@ -105,7 +105,7 @@ def trace_clean(model, shape, tokens, inputs, steps, starts, found, caching):
                 found[step["key"]] = seen[step["rows"], step["tokens"]].clone()
             else:
                 stream = tensor_of(layer_at(model, shape, step - 1).output)
-                found["resid"][step] = stream[:, starts[step]:].clone()
+                found["resid"][step] = stream[:, starts[step] :].clone()
         if caching:
             found["cache"] = model.output.past_key_values
         found["logits"] = model.output.logits.detach()
@@ -122,7 +122,7 @@ def reference_mean(model, shape, batches):
         total = total + run[("", "", "mean")].float().sum(0)
         count += len(rows)
     tap = batches[0]["tap"]
-    return (total / count)[tap["low"]:tap["high"]]
+    return (total / count)[tap["low"] : tap["high"]]
 
 
 # --- passes under writes ----------------------------------------------------------------------
@@ -148,13 +148,25 @@ def run_pass(model, shape, block, item, state, means):
     hidden = None
     if resume:
         first = state["starts"][resume]
-        hidden = state["clean"]["resid"][resume][:, start - first:].repeat(points, 1, 1)
+        hidden = state["clean"]["resid"][resume][:, start - first :].repeat(points, 1, 1)
         for edit in early:
             apply(hidden, edit, block, state, means, start)
     late = grouped([edit for edit in edits if edit not in early])
     found = {}
-    trace_pass(model, shape, tokens[:, start:], inputs, resume, hidden, late, block, state, means,
-               start, found)
+    trace_pass(
+        model,
+        shape,
+        tokens[:, start:],
+        inputs,
+        resume,
+        hidden,
+        late,
+        block,
+        state,
+        means,
+        start,
+        found,
+    )
     return pick(found["logits"], at, tokens.shape[1])
 
 
@@ -172,8 +184,9 @@ def grouped(edits):
     return list(groups.values())
 
 
-def trace_pass(model, shape, tokens, inputs, resume, hidden, late, block, state, means, start,
-               found):
+def trace_pass(
+    model, shape, tokens, inputs, resume, hidden, late, block, state, means, start, found
+):
     with model.trace(tokens, use_cache=start > 0, **inputs):
         for layer in range(resume):
             layer_at(model, shape, layer).skip(hidden)
@@ -206,18 +219,17 @@ def rewrite(model, edits, block, state, means, start):
 def apply(stream, edit, block, state, means, start, kept=None):
     """Write one edit into `stream` (points * rows, tokens, width), in place.
 
-    Args:
-        start: The token that stands first in `stream`.
-        kept: For logits, how many of the last tokens `stream` holds.
+    `start` is the token that stands first in `stream`; for logits, `kept` says how many of the
+    last tokens it holds instead.
     """
     tap = edit["tap"]
     rows, tokens = pairs(block["positions"][edit["position"]]["base"])
     if kept is not None:
         start = len(block["ids"][0]) - kept
     place = (rows + edit["slot"] * len(block["ids"]), tokens - start)
-    old = stream[place][:, tap["low"]:tap["high"]]
+    old = stream[place][:, tap["low"] : tap["high"]]
     new = operated(old, edit, block, state, means, rows)
-    stream[place[0], place[1], tap["low"]:tap["high"]] = new.to(stream.dtype)
+    stream[place[0], place[1], tap["low"] : tap["high"]] = new.to(stream.dtype)
 
 
 def operated(old, edit, block, state, means, rows):
@@ -226,7 +238,7 @@ def operated(old, edit, block, state, means, rows):
     kind = operand["kind"]
     if kind in ("donor", "self"):
         run = state["donor"] if kind == "donor" else state["clean"]
-        return run[capture_key(edit)][:, tap["low"]:tap["high"]]
+        return run[capture_key(edit)][:, tap["low"] : tap["high"]]
     if kind == "number":
         return torch.full_like(old, operand["value"])
     if kind == "noise":

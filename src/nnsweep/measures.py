@@ -72,7 +72,11 @@ _IIA = "Geiger et al., Causal abstractions of neural networks, 2021"
 
 REGISTRY: dict[str, Entry] = {
     "match": Entry(
-        match, "fraction", 0, 1, True,
+        match,
+        "fraction",
+        0,
+        1,
+        True,
         "1 where the argmax of the next-token logits is the answer, else 0; its mean under "
         "patching from a donor whose answer it is, is the interchange intervention accuracy (IIA)",
         _IIA,
@@ -83,27 +87,44 @@ REGISTRY: dict[str, Entry] = {
     ),
     "prob": Entry(prob, "probability", 0, 1, False, "softmax at the answer", _PATCHING),
     "rank": Entry(
-        rank, "tokens", 0, None, True,
+        rank,
+        "tokens",
+        0,
+        None,
+        True,
         "number of tokens whose logit is strictly larger than the answer's; 0 is the top",
         _PATCHING,
     ),
     "logit_diff": Entry(
-        logit_diff, "logits", None, None, False,
+        logit_diff,
+        "logits",
+        None,
+        None,
+        False,
         "logit of the first answer minus logit of the second",
         "Wang et al., Interpretability in the wild, 2022",
     ),
     "kl": Entry(
-        kl, "nats", 0, None, False,
-        "KL(clean || under the writes) of the next-token distributions", _PATCHING,
+        kl,
+        "nats",
+        0,
+        None,
+        False,
+        "KL(clean || under the writes) of the next-token distributions",
+        _PATCHING,
     ),
     "recovery": Entry(
-        None, "fraction", None, None, False,
+        None,
+        "fraction",
+        None,
+        None,
+        False,
         "(m - m_clean) / (m_donor - m_clean) of the measure m named by `of`, with the clean and "
         "the donor run of the same row; null where the gap is smaller than `min_gap`",
         _PATCHING,
     ),
 }
-"""Every kind of measure; `recovery` is a ratio of another measure and has no function of its own."""
+"""Every kind of measure; `recovery` is a ratio of another one and has no function of its own."""
 
 
 def functions() -> dict[str, Function]:

@@ -49,7 +49,9 @@ def merge_chunks(sweep: Sweep, results: Path, engine: str, output: Path) -> None
     facts = {name: read_json(output / "chunks" / f"{name}.json") for name in plan["chunks"]}
     verdict = _judge_controls(sweep, plan, output)
     write_table(output / "sessions.parquet", sessions_table(facts), SESSIONS)
-    write_json(output / "run.json", run_record(sweep, results, engine, plan, facts, values, verdict))
+    write_json(
+        output / "run.json", run_record(sweep, results, engine, plan, facts, values, verdict)
+    )
     for name, control in verdict.items():
         logger.info("control %s: %s", name, control)
     failed = [name for name, control in verdict.items() if control["holds"] is False]
@@ -66,7 +68,8 @@ def _judge_controls(sweep: Sweep, plan: Plain, output: Path) -> dict[str, Plain]
     if name is None:
         return {}
     table = read_table(output / "chunks" / f"{name}.parquet", part_schema(list(sweep.measures)))
-    return judge(table, list(sweep.measures), sweep.model.dtype)
+    kinds = {name: measure.kind for name, measure in sweep.measures.items()}
+    return judge(table, kinds, sweep.model.dtype)
 
 
 def read_parts(folder: Path, names: Sequence[str], measures: list[str]) -> pd.DataFrame:

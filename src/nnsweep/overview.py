@@ -67,7 +67,10 @@ def _extremes(sweep: Sweep, summary: Path) -> str:
         part = frame[(frame["measure"] == measure) & frame["mean"].notna()]
         if part.empty:
             continue
-        for what, place in (("largest", part["mean"].idxmax()), ("smallest", part["mean"].idxmin())):
+        for what, place in (
+            ("largest", part["mean"].idxmax()),
+            ("smallest", part["mean"].idxmin()),
+        ):
             row = part.loc[place]
             where = ", ".join(f"{name} {row[name]}" for name in axes) or "the one point"
             interval = f"{row['mean']:.4g} [{row['ci_low']:.4g}, {row['ci_high']:.4g}]"

@@ -7,7 +7,7 @@ a padding token, hence no padding to go wrong.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,9 +99,7 @@ def _rowsets(points: Iterable[Point]) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(point.rows for point in points))
 
 
-def _chunked(
-    passes: list[Plain], size: int, earlier: Sequence[Sequence[str]]
-) -> list[list[Plain]]:
+def _chunked(passes: list[Plain], size: int, earlier: Sequence[Sequence[str]]) -> list[list[Plain]]:
     """Cut passes into chunks of at most `size`, keeping earlier chunks that are still whole."""
     left = {item["pass_id"]: item for item in passes}
     groups = []
@@ -285,7 +283,8 @@ class _Context:
     def chunk(self, passes: Sequence[Plain]) -> Plain:
         """A self-contained job: everything a session needs, and nothing of where it runs."""
         blocks = [
-            self._block(block) | {"passes": [_without_block(p) for p in passes if p["block"] == block]}
+            self._block(block)
+            | {"passes": [_without_block(p) for p in passes if p["block"] == block]}
             for block in dict.fromkeys(p["block"] for p in passes)
         ]
         references = sorted({n for p in passes for e in p["edits"] for n in _refs(e)})
@@ -319,8 +318,12 @@ class _Context:
                 }
                 for name in names
             }
-            | {"@all": {"base": [list(range(len(ids))) for ids in base],
-                        "donor": [list(range(len(row.donor_ids))) for row in rows]}},
+            | {
+                "@all": {
+                    "base": [list(range(len(ids))) for ids in base],
+                    "donor": [list(range(len(row.donor_ids))) for row in rows],
+                }
+            },
         }
 
     def _reference_batches(self, reference: Plain) -> list[Plain]:
@@ -354,8 +357,11 @@ class _Context:
         block = (equal or blocks)[0][:8]
         first, last = points[0], points[-1]
         passes = [self._control(block, "clean", [])]
-        passes += [self._control(block, f"self_patch_{n}", self._self_patch(p), p)
-                   for n, p in enumerate([first, last]) if p.edits and set(block) <= set(p.rows)]
+        passes += [
+            self._control(block, f"self_patch_{n}", self._self_patch(p), p)
+            for n, p in enumerate([first, last])
+            if p.edits and set(block) <= set(p.rows)
+        ]
         passes.append(self._control(block, "zero_steer", [self._zero_steer()]))
         if equal:
             passes.append(self._control(block, "full_donor", [self._full_donor()]))

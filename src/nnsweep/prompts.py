@@ -390,4 +390,3 @@ def _from_record(record: dict[str, Any], positions: list[str], answers: list[str
             for name in positions
         },
     )
-

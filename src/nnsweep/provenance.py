@@ -27,6 +27,10 @@ def run_record(
     """Everything needed to run the table again, and what running it took.
 
     Args:
+        sweep: The sweep.
+        results: `results/<sweep>`.
+        engine: The engine's name.
+        plan: plan.json.
         facts: chunk id -> what its engine recorded.
         values: The merged table.
         controls: The verdicts of the null controls.

@@ -5,6 +5,7 @@ here knows a tokenizer or a tensor: positions are names, layers and heads are in
 """
 
 import itertools
+import math
 import re
 from decimal import Decimal
 from typing import Annotated, Any, Literal
@@ -92,7 +93,9 @@ Position = Annotated[int, Field(strict=True)] | Literal["all"] | TextPosition
 class Range(Strict):
     """Numbers from a up to, not including, b."""
 
-    range: list[int | float] = Field(description="[a, b] or [a, b, step]", min_length=2, max_length=3)
+    range: list[int | float] = Field(
+        description="[a, b] or [a, b, step]", min_length=2, max_length=3
+    )
 
     def values(self) -> list[int | float]:
         """The numbers, computed in decimal so that 0.1 steps stay 0.1 steps."""
@@ -100,10 +103,9 @@ class Range(Strict):
         step = Decimal(str(self.range[2])) if len(self.range) == 3 else Decimal(1)
         if step == 0:
             raise UserError(f"axes: range {self.range} has step 0. Give a step other than 0.")
-        count = max(0, -int((start - stop) // step)) if (stop - start) * step > 0 else 0
+        count = max(0, math.ceil((stop - start) / step))
         whole = all(isinstance(x, int) for x in self.range)
-        numbers = [start + step * i for i in range(count) if (stop - start - step * i) * step > 0]
-        return [int(x) if whole else float(x) for x in numbers]
+        return [int(x) if whole else float(x) for x in (start + step * i for i in range(count))]
 
 
 Axis = list[Scalar] | Range | Literal["all"]
@@ -382,10 +384,15 @@ def grid(sweep: Sweep, values: dict[str, list[Any]]) -> list[dict[str, Any]]:
         if len(set(lengths.values())) > 1:
             raise UserError(f"zip: {lengths} differ in length. Zipped axes need equal lengths.")
     columns = [
-        [dict(zip(group, row, strict=True)) for row in zip(*(values[n] for n in group), strict=True)]
+        [
+            dict(zip(group, row, strict=True))
+            for row in zip(*(values[n] for n in group), strict=True)
+        ]
         for group in steps
     ]
-    cells = [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*columns)]
+    cells = [
+        {k: v for part in parts for k, v in part.items()} for parts in itertools.product(*columns)
+    ]
     kept = [cell for cell in cells if not any(_matches(cell, rule) for rule in sweep.exclude)]
     if not kept:
         raise UserError("exclude: no point is left. Remove an exclusion.")
@@ -413,7 +420,9 @@ def resolve_writes(sweep: Sweep, cell: dict[str, Any]) -> list[dict[str, Any]]:
     return [plain(write.model_dump()) for write in sweep.writes]
 
 
-def expand(sweep: Sweep, layers: int, heads: int) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+def expand(
+    sweep: Sweep, layers: int, heads: int
+) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """All points in order: (axis values, resolved writes).
 
     Raises:

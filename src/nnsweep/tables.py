@@ -69,17 +69,14 @@ def values_schema(axes: Mapping[str, str], measures: list[str]) -> pa.Schema:
     columns = [(name, AXIS_TYPES[kind]) for name, kind in axes.items()]
     state = [("row_id", pa.string()), ("status", pa.string()), ("reason", pa.string())]
     return pa.schema(
-        [("point_id", pa.string())]
-        + columns
-        + state
-        + [(name, pa.float32()) for name in measures]
+        [("point_id", pa.string())] + columns + state + [(name, pa.float32()) for name in measures]
     )
 
 
 def summary_schema(axes: Mapping[str, str]) -> pa.Schema:
     """Schema of summary.parquet (one row per point and measure)."""
     columns = [(name, AXIS_TYPES[kind]) for name, kind in axes.items()]
-    return pa.schema([("point_id", pa.string())] + columns + SUMMARY_COLUMNS)
+    return pa.schema([("point_id", pa.string()), *columns, *SUMMARY_COLUMNS])
 
 
 def digest(value: Any) -> str:

@@ -26,8 +26,9 @@ ENGINE = CONFIG.engine
 MEASURES = list(SPEC.measures)
 VECTOR_FILES = vector_files(SPEC)
 
-# One string each: Snakemake compares params as a set of values without names.
-SPEC_PARAM = json.dumps(SPEC.model_dump(mode="json"), sort_keys=True)
+# One string each: Snakemake compares params as a set of values without names. The order of the
+# keys is kept, since the first axis is the slowest.
+SPEC_PARAM = SPEC.model_dump_json()
 SETTINGS_PARAM = json.dumps(
     {
         "batch_rows": CONFIG.batch_rows,
@@ -48,7 +49,9 @@ wildcard_constraints:
 def engine_parts(wildcards):
     """The parts and facts of every chunk of the plan, null controls included."""
     plan = json.loads(
-        Path(checkpoints.expand_sweep.get(sweep=wildcards.sweep).output.plan).read_text()
+        Path(
+            checkpoints.expand_sweep.get(sweep=wildcards.sweep).output.plan
+        ).read_text()
     )
     names = [*plan["chunks"], *([plan["controls"]] if plan["controls"] else [])]
     folder = f"results/{wildcards.sweep}/{wildcards.engine}/chunks"

@@ -3,7 +3,8 @@
 
 rule plot_measures:
     input:
-        "results/{sweep}/{engine}/summary.parquet",
+        summary="results/{sweep}/{engine}/summary.parquet",
+        values="results/{sweep}/{engine}/values.parquet",
     output:
         report(
             "results/{sweep}/{engine}/figures/{measure}.svg",

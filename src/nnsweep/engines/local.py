@@ -55,7 +55,7 @@ def _session(
 ) -> torch.Tensor:
     values = None
     with model.session():
-        values = kernel.run_chunk(model, chunk, measures, report).save()
+        values = kernel.run_chunk(model, chunk, measures, report).save()  # type: ignore[no-untyped-call]
     if values is None:
         raise RuntimeError("the session ended without values")
     return values

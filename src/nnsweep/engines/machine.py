@@ -28,7 +28,7 @@ def pick_device(wanted: str) -> str:
 
 
 def served(module: torch.nn.Module) -> dict[str, Any]:
-    """dtype and attention implementation that a loaded model really has."""
+    """The dtype and attention implementation that a loaded model really has."""
     parameter = next(module.parameters())
     config: Any = module.config
     name = torch.cuda.get_device_name() if parameter.is_cuda else "cpu"

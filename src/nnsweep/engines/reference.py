@@ -65,7 +65,9 @@ class ReferenceEngine:
         if block["donor_ids"]:
             donor = self._logits(block["donor_ids"], block["donor_measured"], [])
         answers = {k: torch.tensor(v, device=self.device) for k, v in block["answers"].items()}
-        columns = [_column(chunk, spec, changed, clean, donor, answers) for spec in chunk["measures"]]
+        columns = [
+            _column(chunk, spec, changed, clean, donor, answers) for spec in chunk["measures"]
+        ]
         return torch.stack(columns, 1).float().cpu()
 
     def _logits(self, ids: Any, at: list[int], hooks: list[tuple[Plain, Edit]]) -> Tensor:

@@ -1,0 +1,103 @@
+"""The loopback ports of a local server: given, or free ones."""
+
+import dataclasses
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from nnsweep.errors import UserError
+
+HOST = "127.0.0.1"
+"""The only address that any part of a local server listens on."""
+
+# Ray hands these out itself: to its workers, and to the servers of its clients.
+_RAY_RANGES = (range(10002, 20000), range(23000, 24000))
+
+
+@dataclass(frozen=True)
+class Ports:
+    """One port a listener; None means any free one.
+
+    Attributes:
+        api: the NDIF API, the one that clients talk to.
+        redis: request queue and status channels.
+        store: object store that holds results.
+        ray: Ray's control service.
+        ray_client: Ray's server for clients; outside the ranges that Ray deals from.
+        dashboard: Ray's state service.
+        agent: Ray's agent on this node.
+    """
+
+    api: int | None = None
+    redis: int | None = None
+    store: int | None = None
+    ray: int | None = None
+    ray_client: int | None = None
+    dashboard: int | None = None
+    agent: int | None = None
+
+    def resolve(self) -> "Ports":
+        """Return ports without a gap: the given ones, checked to be free, and free ones.
+
+        Raises:
+            UserError: if a given port is taken, or one that Ray deals out itself.
+        """
+        with ExitStack() as held:
+            # All stay bound until the last is found, so that no number is found twice.
+            numbers = {
+                name: _claim(held, name, number) for name, number in sorted(_fields(self).items())
+            }
+        return Ports(**numbers)
+
+    def conflicts(self, other: "Ports") -> list[str]:
+        """Return the names of the ports given here that differ from those of the other."""
+        theirs = _fields(other)
+        return [name for name, n in _fields(self).items() if n is not None and n != theirs[name]]
+
+
+def is_open(port: int) -> bool:
+    """Tell whether something accepts connections on the loopback port."""
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((HOST, port)) == 0
+
+
+def _claim(held: ExitStack, name: str, number: int | None) -> int:
+    if number is None:
+        return _claim_any(held)
+    if name != "api" and any(number in taken for taken in _RAY_RANGES):
+        raise UserError(
+            f"port {number} for '{name}' lies in the ranges that Ray deals out itself "
+            "(10002-19999, 23000-23999). Give one outside them, or leave it out"
+        )
+    if not 1024 <= number <= 65535:
+        raise UserError(f"port {number} for '{name}': give one from 1024 to 65535")
+    try:
+        _bind(held, number)
+    except OSError as error:
+        raise UserError(
+            f"port {number} for '{name}' is taken ({error.strerror}). "
+            "Give another, or leave it out to get a free one"
+        ) from error
+    return number
+
+
+def _claim_any(held: ExitStack) -> int:
+    while True:
+        number = _bind(held, 0)
+        if not any(number in taken for taken in _RAY_RANGES):
+            return number
+
+
+def _bind(held: ExitStack, number: int) -> int:
+    listener = held.enter_context(socket.socket())
+    # As the servers do: a port whose last connections are still closing counts as free.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((HOST, number))
+    # SO_REUSEADDR alone would let two sockets bind the same port as long as none listens.
+    listener.listen(1)
+    return listener.getsockname()[1]
+
+
+def _fields(ports: Ports) -> dict[str, int | None]:
+    return dataclasses.asdict(ports)

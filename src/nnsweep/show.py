@@ -1,0 +1,67 @@
+"""A result in a few lines: where the files lie, the extremes, the controls, the cost."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nnsweep.errors import UserError
+from nnsweep.tables import read_json, read_table
+
+
+def show(folder: Path) -> str:
+    """Describe `results/SWEEP/ENGINE`.
+
+    Raises:
+        UserError: the folder holds no finished run.
+    """
+    if not (folder / "run.json").exists() or not (folder / "summary.parquet").exists():
+        raise UserError(f"{folder}: no finished run here. Run snakemake first.")
+    record = read_json(folder / "run.json")
+    return "\n".join([*_head(record), *_extremes(folder), *_controls(record), *_files(folder)])
+
+
+def _head(record: dict[str, Any]) -> Iterator[str]:
+    values, passes = record["values"], record["forward_passes"]
+    yield (
+        f"{record['sweep']} on {record['model']['id']}, engine {record['engine']}: "
+        f"{record['points']} points, {values['ok']} values, {values['excluded']} excluded, "
+        f"{values['error']} in error"
+    )
+    yield (
+        f"  {passes} forward passes in {record['seconds']['run']:.1f} s "
+        f"(a loop without reuse: {record['forward_passes_naive']}), "
+        f"{record['peak_memory_bytes'] / 1e9:.1f} GB"
+    )
+
+
+def _extremes(folder: Path) -> Iterator[str]:
+    frame = read_table(folder / "summary.parquet").to_pandas()
+    axes = list(frame.columns[1 : frame.columns.get_loc("measure")])
+    for measure in frame["measure"].unique():
+        part = frame[(frame["measure"] == measure) & frame["mean"].notna()]
+        if part.empty:
+            yield f"  {measure}: no values"
+            continue
+        best = part.loc[part["mean"].idxmax()]
+        where = ", ".join(f"{name} {best[name]}" for name in axes)
+        yield (
+            f"  {measure}: largest {best['mean']:.3g} [{best['ci_low']:.3g}, {best['ci_high']:.3g}]"
+            + (f" at {where}; smallest {part['mean'].min():.3g}" if axes else "")
+        )
+
+
+def _controls(record: dict[str, Any]) -> Iterator[str]:
+    held = [name for name, control in record["controls"].items() if control["holds"]]
+    absent = [name for name, control in record["controls"].items() if control["holds"] is None]
+    yield f"  null controls: {len(held)} hold" + (
+        f", not run: {', '.join(absent)}" if absent else ""
+    )
+
+
+def _files(folder: Path) -> Iterator[str]:
+    figures = sorted((folder / "figures").glob("*.svg"))
+    report = folder.parent / "report.html"
+    yield f"  table    {folder / 'values.parquet'}"
+    yield from (f"  figure   {figure}" for figure in figures)
+    if report.exists():
+        yield f"  report   {report}"

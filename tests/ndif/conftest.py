@@ -1,0 +1,45 @@
+"""One local NDIF server for all tests that need one, started once a session."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nnsweep.ndif import server
+from nnsweep.ndif.state import ServerState
+
+ROOT = Path(__file__).parents[2]
+MODEL = os.environ.get("NNSWEEP_TEST_MODEL", str(ROOT / "resources/models/smollm2-135m"))
+PYTHON = Path(os.environ.get("NNSWEEP_NDIF_PYTHON", ROOT / ".envs/ndif-server/bin/python"))
+
+
+@pytest.fixture(scope="session")
+def ndif_python() -> Path:
+    """Interpreter of the server's environment."""
+    if not PYTHON.exists():
+        pytest.skip(f"no NDIF server environment at {PYTHON}: run 'make ndif-env'")
+    return PYTHON
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> str:
+    """A real model folder that client and server both see."""
+    if not Path(MODEL).is_dir():
+        pytest.skip(f"no model at {MODEL}: set NNSWEEP_TEST_MODEL")
+    return str(Path(MODEL).absolute())
+
+
+@pytest.fixture(scope="session")
+def ndif_state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the session's server runs from."""
+    return tmp_path_factory.mktemp("ndif")
+
+
+@pytest.fixture(scope="session")
+def ndif_server(
+    ndif_python: Path, model_folder: str, ndif_state_dir: Path
+) -> Iterator[ServerState]:
+    """A sandboxed float32 server with one thread."""
+    yield server.serve(model_folder, state_dir=ndif_state_dir, python=ndif_python)
+    server.stop(ndif_state_dir)
