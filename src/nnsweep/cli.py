@@ -88,18 +88,38 @@ def explain(
 def run_chunk(
     chunk: Annotated[Path, typer.Argument(help="results/SWEEP/chunks/ID.json")],
     output: Annotated[Path, typer.Argument(help="Folder for ID.parquet and ID.json.")],
-    engine: Annotated[str, typer.Option(help="local or reference.")] = "local",
+    engine: Annotated[str, typer.Option(help="local, ndif or reference.")] = "local",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
 ) -> None:
     """Run one chunk by hand, as rule run_chunk does."""
     from nnsweep import jobs
+    from nnsweep.config import read_config
 
+    _log_to_stderr()
+    config = read_config({"engine": engine, "device": device, "threads": threads})
+    part, facts = output / f"{chunk.stem}.parquet", output / f"{chunk.stem}.json"
+    jobs.run_chunk(chunk, engine, config, part, facts)
+    typer.echo(str(part))
+
+
+def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("nnsweep").setLevel(logging.INFO)
-    part, facts = output / f"{chunk.stem}.parquet", output / f"{chunk.stem}.json"
-    jobs.run_chunk(chunk, engine, device, threads, part, facts)
-    typer.echo(str(part))
+
+
+@app.command()
+def parity(
+    a: Annotated[Path, typer.Argument(help="results/SWEEP/ENGINE")],
+    b: Annotated[Path, typer.Argument(help="results/SWEEP/OTHER_ENGINE")],
+) -> None:
+    """Compare two engines' finished tables, value by value (exit 1 when they do not agree)."""
+    from nnsweep.parity import compare, sentence
+
+    verdict, _ = compare(a, b)
+    typer.echo(f"parity {'holds' if verdict['holds'] else 'fails'}: {sentence(verdict)}")
+    if not verdict["holds"]:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -118,13 +138,8 @@ def schemas(
 ) -> None:
     """Write the schemas and the generated parts of the docs."""
     from nnsweep.generated import generated
-    from nnsweep.tables import write_atomically
+    from nnsweep.tables import write_text
 
     for path, text in generated(root).items():
-        content = text
-        write_atomically(path, lambda part, content=content: _write(part, content))
+        write_text(path, text)
         typer.echo(str(path))
-
-
-def _write(part: Path, content: str) -> None:
-    part.write_text(content, encoding="utf-8")

@@ -7,6 +7,7 @@ from pydantic import Field
 from nnsweep.documents import Strict, parse
 
 Count = Annotated[int, Field(strict=True, ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
 
 
 class Bootstrap(Strict):
@@ -15,6 +16,34 @@ class Bootstrap(Strict):
     resamples: Count = Field(2000, description="bootstrap resamples of the prompt rows")
     confidence: float = Field(0.95, gt=0, lt=1, description="coverage of the interval")
     seed: Annotated[int, Field(strict=True, ge=0)] = Field(0, description="seed of the resampling")
+
+
+class Parity(Strict):
+    """How many points a second engine also runs when the engine is `ndif`."""
+
+    points: Literal["all"] | Annotated[int, Field(strict=True, ge=0)] = Field(
+        "all", description="`all`, a number of points, or 0 for no parity check"
+    )
+    against: Literal["local", "reference"] = Field("local", description="the second engine")
+
+
+class Ndif(Strict):
+    """Deadlines and tries of a request; host and key are nnsight's own (docs/ndif.md)."""
+
+    connect_s: Seconds = Field(10, description="seconds until the host must answer")
+    queue_s: Seconds = Field(3600, description="seconds a job may wait in the queue")
+    run_s: Seconds = Field(3600, description="seconds a session may run")
+    download_s: Seconds = Field(600, description="seconds a result may take to come home")
+    attempts: Count = Field(6, description="tries of a request that fails in passing")
+    pause_s: Seconds = Field(2, description="first pause between tries; later ones grow to 60 s")
+
+
+class Session(Strict):
+    """How large one request may become."""
+
+    max_minutes: Seconds = Field(
+        45, description="minutes a session may take by the server's own rate (NDIF ends it at 60)"
+    )
 
 
 class Config(Strict):
@@ -26,8 +55,10 @@ class Config(Strict):
     sweeps: Annotated[str, Field(min_length=1)] = Field(
         "config/sweeps", description="folder of the sweep files"
     )
-    engine: Literal["local", "reference"] = Field(
-        "local", description="where passes run: `local` (nnsight here) or `reference` (plain hooks)"
+    engine: Literal["local", "ndif", "reference"] = Field(
+        "local",
+        description="where passes run: `local` (nnsight here), `ndif` (nnsight beside the weights) "
+        "or `reference` (plain hooks here, the oracle)",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="`auto` takes a GPU if there is one"
@@ -43,6 +74,9 @@ class Config(Strict):
     )
     chunk_passes: Count = Field(64, description="most forward passes in one chunk (one job)")
     bootstrap: Bootstrap = Field(default=Bootstrap(), description="intervals of the means")
+    parity: Parity = Field(default=Parity(), description="the second engine's share")
+    ndif: Ndif = Field(default=Ndif(), description="deadlines and tries of a request")
+    session: Session = Field(default=Session(), description="size of a request")
 
 
 def read_config(value: dict[str, Any]) -> Config:

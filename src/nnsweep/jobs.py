@@ -2,11 +2,13 @@
 
 import json
 import logging
+import os
 import resource
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -34,6 +36,10 @@ from nnsweep.tables import (
     write_json,
     write_table,
 )
+
+if TYPE_CHECKING:
+    from nnsweep.engines import Engine
+    from nnsweep.ndif.sessions import Budget
 
 logger = logging.getLogger(__name__)
 Plain = dict[str, Any]
@@ -87,8 +93,7 @@ def expand_sweep(
     earlier = _earlier_chunks(results / "plan.json")
     began = time.perf_counter()
     plan = make_plan(sweep, described, rows, settings, load_vector, earlier)
-    everything = [*plan.chunks, *([plan.controls] if plan.controls else [])]
-    for chunk in everything:
+    for chunk in [*plan.chunks, *filter(None, (plan.controls, plan.sample))]:
         write_json(results / "chunks" / f"{chunk['chunk_id']}.json", chunk, indent=None)
     table = points_table(sweep, plan)
     write_table(results / "points.parquet", table, table.schema)
@@ -114,6 +119,7 @@ def plan_summary(plan: Plan, settings: Settings) -> Plain:
     return {
         "chunks": {chunk["chunk_id"]: pass_ids(chunk) for chunk in plan.chunks},
         "controls": plan.controls and plan.controls["chunk_id"],
+        "sample": plan.sample and plan.sample["chunk_id"],
         "points": len(plan.points),
         "forward_passes": forward_passes(plan.chunks),
         "forward_passes_naive": naive_passes(plan.points, settings.batch_rows),
@@ -161,11 +167,26 @@ def load_vector(spec: Plain, layer: int | None) -> list[float]:
     return [float(value) for value in values]
 
 
-def run_chunk(chunk: Path, engine: str, device: str, threads: int, part: Path, facts: Path) -> None:
-    """Rule run_chunk: one chunk through one engine; the facts are written before the values."""
+def run_chunk(
+    chunk: Path, engine: str, config: Config, part: Path, facts: Path, preflight: Path | None = None
+) -> None:
+    """Rule run_chunk: one chunk through one engine; the facts are written before the values.
+
+    Args:
+        chunk: The chunk's plan.
+        engine: local, ndif or reference.
+        config: The workflow's configuration (device, threads, deadlines).
+        part: Where the values go.
+        facts: Where provenance and accounting go.
+        preflight: What check_ndif found; None asks the server now.
+
+    Raises:
+        NnsweepError: not as many values came back as were asked for, or the engine failed.
+    """
     began = time.perf_counter()
     plan = read_json(chunk)
-    runner = open_engine(engine, plan["model"], device, threads)
+    journal = part.parent.parent / "jobs" / chunk.stem
+    runner = open_engine(engine, plan["model"], config, journal, preflight)
     opened = time.perf_counter() - began
     keys = keys_of(plan)
     result = runner.run(plan, progress(len(keys)))
@@ -180,14 +201,21 @@ def run_chunk(chunk: Path, engine: str, device: str, threads: int, part: Path, f
     }
     write_json(facts, found)
     names = [spec["name"] for spec in plan["measures"]]
-    write_table(part, part_table(plan, keys, result.values), part_schema(names))
+    table = part_table(plan, keys, result.values, result.errors)
+    write_table(part, table, part_schema(names))
+    shutil.rmtree(journal, ignore_errors=True)
 
 
-def open_engine(engine: str, model: Plain, device: str, threads: int) -> Any:
+def open_engine(
+    engine: str, model: Plain, config: Config, journal: Path, preflight: Path | None
+) -> "Engine":
     """Open an engine by name (imports of torch and nnsight happen here, not before)."""
+    # Two jobs on one node share its cores: idle OpenMP threads must sleep, not spin.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from nnsweep.log import quiet_libraries
 
     quiet_libraries()
+    device, threads = config.device, config.threads
     if engine == "local":
         from nnsweep.engines.local import LocalEngine
 
@@ -196,7 +224,32 @@ def open_engine(engine: str, model: Plain, device: str, threads: int) -> Any:
         from nnsweep.engines.reference import ReferenceEngine
 
         return ReferenceEngine(model, device, threads)
-    raise UserError(f"engine '{engine}' is not one of: local, reference.")
+    if engine == "ndif":
+        from nnsweep.engines.ndif import NdifEngine
+        from nnsweep.ndif.preflight import check
+
+        served = read_json(preflight) if preflight else check(model, config)
+        return NdifEngine(model, served, journal, budget_of(config))
+    raise UserError(f"engine '{engine}' is not one of: local, ndif, reference.")
+
+
+def budget_of(config: Config) -> "Budget":
+    """Deadlines and tries of a request, as the workflow's configuration has them."""
+    from nnsweep.ndif.sessions import Budget
+    from nnsweep.ndif.transport import Deadlines
+
+    ndif = config.ndif
+    deadlines = Deadlines(ndif.connect_s, ndif.queue_s, ndif.run_s, ndif.download_s)
+    return Budget(deadlines, ndif.attempts, ndif.pause_s, config.session.max_minutes)
+
+
+def check_ndif(model: Path, config: Config, output: Path) -> None:
+    """Rule check_ndif: is the server there, and will it compute what the sweep asks for?"""
+    from nnsweep.log import quiet_libraries
+    from nnsweep.ndif.preflight import check
+
+    quiet_libraries()
+    write_json(output, check(read_json(model), config))
 
 
 def progress(values: int) -> Callable[[str], None]:
@@ -220,8 +273,17 @@ def progress(values: int) -> Callable[[str], None]:
     return report
 
 
-def part_table(plan: Plain, keys: Sequence[tuple[str, str]], values: Any) -> pa.Table:
-    """One chunk's rows. A value that is no finite number becomes null with a reason."""
+def part_table(
+    plan: Plain, keys: Sequence[tuple[str, str]], values: Any, failed: Mapping[int, str]
+) -> pa.Table:
+    """One chunk's rows. A value that is no finite number becomes null with a reason.
+
+    Args:
+        plan: The chunk.
+        keys: (point_key, row_key) of every row.
+        values: float32 tensor (rows, measures).
+        failed: Row -> why its point failed.
+    """
     import numpy as np
 
     array = values.numpy()
@@ -230,6 +292,8 @@ def part_table(plan: Plain, keys: Sequence[tuple[str, str]], values: Any) -> pa.
     guarded = np.array([spec["kind"] == "recovery" for spec in specs])
     errors = (bad & ~guarded).any(axis=1)
     reasons = [_reason(specs, row) if row.any() else None for row in bad]
+    for row, why in failed.items():
+        errors[row], reasons[row] = True, why
     columns = {
         "point_key": pa.array([point for point, _ in keys], pa.string()),
         "row_key": pa.array([row for _, row in keys], pa.string()),
@@ -256,4 +320,6 @@ def _reason(specs: Sequence[Plain], bad: Any) -> str:
 
 def settings_of(config: Config) -> Settings:
     """The plan's settings in the workflow's configuration."""
-    return Settings(config.batch_rows, config.chunk_passes, config.recompute)
+    wanted = config.parity.points
+    sampled = wanted if config.engine == "ndif" and isinstance(wanted, int) else 0
+    return Settings(config.batch_rows, config.chunk_passes, config.recompute, sampled)

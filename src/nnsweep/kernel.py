@@ -350,3 +350,21 @@ def pick(logits, at, width):
     """float32 logits (rows, vocab) at each row's own token, of logits that may be the last few."""
     rows = torch.arange(len(at))
     return logits[rows, torch.tensor(at) - (width - logits.shape[1])].float()
+
+
+# --- asking a server what it is ---------------------------------------------------------------
+
+
+def probe(model, shape):
+    """What runs a session: dtype and device of the activations, torch, threads, gradients."""
+    found = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
+    trace_probe(model, shape, torch.tensor([[1, 2]]), found)
+    return found
+
+
+def trace_probe(model, shape, tokens, found):
+    with model.trace(tokens, use_cache=False):
+        stream = tensor_of(layer_at(model, shape, 0).output)
+        found["dtype"] = str(stream.dtype).replace("torch.", "")
+        found["device"] = str(stream.device.type)
+        found["logits"] = int(model.output.logits.shape[-1])

@@ -110,6 +110,22 @@ def assemble(sweep: Sweep, results: Path, parts: pd.DataFrame) -> pa.Table:
     return pa.Table.from_pandas(whole[schema.names], schema=schema, preserve_index=False)
 
 
+def sample_values(sweep: Sweep, results: Path, part: Path) -> pa.Table:
+    """The values that one part holds, in the form of values.parquet."""
+    names = list(sweep.measures)
+    parts = read_parts(part.parent, [part.stem], names)
+    points = read_table(results / "points.parquet").to_pandas(types_mapper=_nullable)
+    rows = prompt_rows.from_table(read_table(results / "prompts.parquet"))
+    named = pd.DataFrame(
+        {"row_key": [row.row_key for row in rows], "row_id": [row.row_id for row in rows]}
+    )
+    whole = parts.merge(points, on="point_key").merge(named, on="row_key")
+    if len(whole) != len(parts):
+        raise CheckFailed(f"{part}: values of points or rows that the sweep does not have.")
+    schema = values_schema(axis_kinds(sweep), names)
+    return pa.Table.from_pandas(whole[schema.names], schema=schema, preserve_index=False)
+
+
 def _exclusions(
     sweep: Sweep, points: pd.DataFrame, rows: Sequence[prompt_rows.PromptRow]
 ) -> list[str | None]:

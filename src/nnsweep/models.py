@@ -61,7 +61,7 @@ def prepare(spec: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
         kind, revision = "folder", folder_digest(Path(spec["id"]))
     else:
         kind, revision = "hub", _prepare_hub(spec["id"], spec["revision"], weights)
-    model = {"id": spec["id"], "kind": kind, "revision": revision}
+    model = {"id": spec["id"], "kind": kind, "revision": revision, "asked": spec["revision"]}
     model |= {"dtype": spec["dtype"], "attention": spec["attention"]}
     return model | {"shape": describe(locate(model), spec["attention"])}
 
@@ -264,8 +264,20 @@ def open_model(model: Mapping[str, Any], device: str | None) -> "TransformersMod
     from nnsight import TransformersModel
 
     how: dict[str, Any] = {"attn_implementation": model["attention"]}
+    name = str(locate(model).absolute())
     if device is not None:
         how |= {"dispatch": True, "device_map": device, "dtype": model["dtype"]}
-    opened = TransformersModel(str(locate(model)), task="text-generation", **how)
+    elif model["kind"] == "hub":
+        # The server knows a model by its id and the revision that was asked for.
+        name, how["revision"] = model["id"], model["asked"]
+    opened = TransformersModel(name, task="text-generation", **how)
     opened._module.eval()
     return opened
+
+
+def model_key(shell: "TransformersModel") -> str:
+    """The server's name of a model, found without asking the Hub for the spelling of its id."""
+    from nnsight.modeling import huggingface
+
+    huggingface._ID_CACHE.setdefault(shell.repo_id, shell.repo_id)
+    return str(shell.to_model_key())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsweep.sweep import Sweep, axis_kinds
-from nnsweep.tables import read_json, read_table, summary_schema, write_atomically
+from nnsweep.tables import read_json, read_table, summary_schema, write_text
 
 STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
@@ -31,11 +31,7 @@ def write_overview(sweep: Sweep, run: Path, summary: Path, output: Path) -> None
         f"<style>{STYLE}</style></head><body><h1>{sweep.name}, engine {record['engine']}</h1>"
         f"{body}</body></html>\n"
     )
-    write_atomically(output, lambda part: _write(part, page))
-
-
-def _write(part: Path, page: str) -> None:
-    part.write_text(page, encoding="utf-8")
+    write_text(output, page)
 
 
 def _table(rows: Iterable[Iterable[Any]], head: Iterable[str] = ()) -> str:

@@ -8,7 +8,7 @@ a padding token, hence no padding to go wrong.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nnsweep import SEMANTICS
@@ -30,6 +30,7 @@ class Settings:
     batch_rows: int = 256
     chunk_passes: int = 64
     recompute: str = "fast"
+    parity_points: int = 0
 
 
 @dataclass
@@ -51,8 +52,7 @@ class Plan:
     points: list[Point]
     chunks: list[Plain]
     controls: Plain | None
-    references: list[Plain]
-    blocks: dict[str, Plain] = field(default_factory=dict)
+    sample: Plain | None
 
 
 def make_plan(
@@ -82,7 +82,8 @@ def make_plan(
     passes = [p for rowset in _rowsets(points) for p in context.passes(points, rowset)]
     groups = _chunked(passes, settings.chunk_passes, earlier)
     chunks = [context.chunk(group) for group in groups]
-    return Plan(points, chunks, context.controls(points), context.references)
+    sample = context.sample(points, passes) if settings.parity_points else None
+    return Plan(points, chunks, context.controls(points), sample)
 
 
 def identity(model: Plain) -> Plain:
@@ -345,6 +346,16 @@ class _Context:
                 )
         return batches
 
+    def sample(self, points: Sequence[Point], passes: Sequence[Plain]) -> Plain | None:
+        """A chunk of whole passes that holds `parity_points` points, evenly spread, or None."""
+        wanted = self.settings.parity_points
+        if wanted >= len(points):
+            return None
+        places = {round(i * (len(points) - 1) / max(1, wanted - 1)) for i in range(wanted)}
+        keys = {points[place].point_key for place in places}
+        chunk = self.chunk([p for p in passes if keys & set(p["points"])])
+        return chunk | {"chunk_id": digest(["sample", chunk["chunk_id"]])}
+
     # --- null controls --------------------------------------------------------------------
 
     def controls(self, points: Sequence[Point]) -> Plain | None:
@@ -409,6 +420,45 @@ def measure_list(sweep: Sweep) -> list[Plain]:
 def pass_ids(chunk: Plain) -> list[str]:
     """The ids of a chunk's passes, in order."""
     return [p["pass_id"] for block in chunk["blocks"] for p in block["passes"]]
+
+
+def split_chunk(chunk: Plain, size: int) -> list[Plain]:
+    """Cut a chunk into parts of at most `size` whole passes; no pass changes."""
+    places = [
+        (b, p) for b, block in enumerate(chunk["blocks"]) for p in range(len(block["passes"]))
+    ]
+    if len(places) <= size:
+        return [chunk]
+    return [_part(chunk, part) for part in _slices(places, size)]
+
+
+def _part(chunk: Plain, places: Sequence[tuple[int, int]]) -> Plain:
+    blocks = []
+    for number, block in enumerate(chunk["blocks"]):
+        kept = [block["passes"][p] for b, p in places if b == number]
+        if kept:
+            blocks.append(block | {"passes": kept})
+    used = {str(n) for b in blocks for p in b["passes"] for e in p["edits"] for n in _refs(e)}
+    references = {n: batches for n, batches in chunk["references"].items() if n in used}
+    return chunk | {"blocks": blocks, "references": references}
+
+
+def split_pass(chunk: Plain) -> list[Plain]:
+    """Cut the only pass of a chunk into two halves of its points; none if it holds one point."""
+    block = chunk["blocks"][0]
+    item = block["passes"][0]
+    slots = range(len(item["points"]))
+    if len(slots) < 2:
+        return []
+    return [
+        _part(chunk | {"blocks": [block | {"passes": [_slots(item, part)]}]}, [(0, 0)])
+        for part in _slices(slots, (len(slots) + 1) // 2)
+    ]
+
+
+def _slots(item: Plain, kept: Sequence[int]) -> Plain:
+    edits = [e | {"slot": e["slot"] - kept[0]} for e in item["edits"] if e["slot"] in kept]
+    return item | {"points": [item["points"][slot] for slot in kept], "edits": edits}
 
 
 def keys_of(chunk: Plain) -> list[tuple[str, str]]:

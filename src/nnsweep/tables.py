@@ -140,14 +140,19 @@ def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
     return table
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write text as UTF-8."""
+
+    def write(part: Path) -> None:
+        part.write_text(text, encoding="utf-8")
+
+    write_atomically(path, write)
+
+
 def write_json(path: Path, value: Any, indent: int | None = 1) -> None:
     """Write a plain value as JSON with sorted keys."""
     text = json.dumps(value, indent=indent, sort_keys=True, allow_nan=False, ensure_ascii=False)
-
-    def write(part: Path) -> None:
-        part.write_text(text + "\n", encoding="utf-8")
-
-    write_atomically(path, write)
+    write_text(path, text + "\n")
 
 
 def read_json(path: Path) -> Any:

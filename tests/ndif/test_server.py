@@ -1,6 +1,5 @@
 """The local NDIF server: what it serves, where it listens, and what is left after it."""
 
-import dataclasses
 import os
 import re
 import signal
@@ -41,7 +40,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_started_server_has_run_a_trace(ndif_server: ServerState, ndif_state_dir: Path) -> None:
     """`serve` returns with the model deployed in the asked dtype, as for an ordinary key."""
     status = server.status(ndif_state_dir)
-    assert status["running"] and all(status["parts"].values())
+    assert status["running"]
+    assert all(status["parts"].values())
     deployment = status["deployment"]
     assert (deployment["state"], deployment["level"]) == ("RUNNING", "HOT")
     assert (deployment["dtype"], deployment["trusted"]) == ("float32", False)
@@ -104,7 +104,7 @@ def test_everything_listens_on_the_loopback_address_only(ndif_server: ServerStat
     """No process of the server has a socket that another machine could reach."""
     listening = _listening(processes.family(processes.marked(ndif_server.marker)))
     ports = {port for _, port in listening}
-    assert ports >= {port for port in dataclasses.asdict(ndif_server.ports).values()}
+    assert ports >= set(ndif_server.ports.values())
     assert {address for address, _ in listening} <= LOOPBACK
 
 
@@ -117,7 +117,7 @@ def test_a_second_server_ends_long_requests_and_can_be_stopped_after_a_crash(
     offline: None,
     trusted: bool,
 ) -> None:
-    """Beside the first: requests have a time limit and leave the model usable; a crash cleans up."""
+    """Beside the first: a request that takes too long leaves the model usable; then a crash."""
     model = ndif_server.settings.model
     state = server.serve(
         model, state_dir=tmp_path, python=ndif_python, trusted=trusted, execution_timeout_s=8
@@ -181,7 +181,7 @@ def test_a_folder_with_other_files_is_refused(model_folder: str, tmp_path: Path)
 
 def test_a_taken_port_is_refused() -> None:
     """The error names the port and what it was for."""
-    taken = Ports().resolve().api
+    taken = Ports().resolve()["api"]
     with pytest.raises(UserError, match=f"port {taken} for 'store' is taken"):
         Ports(api=taken, store=taken).resolve()
     with pytest.raises(UserError, match="deals out itself"):
@@ -279,7 +279,7 @@ def _socket_inodes(pid: int) -> Iterator[str]:
 
 
 def _nothing_is_left(state: ServerState) -> bool:
-    ports = dataclasses.asdict(state.ports).values()
+    ports = state.ports.values()
     ended = not processes.marked(state.marker)
     return ended and not any(is_open(port) for port in ports) and not state.scratch.exists()
 

@@ -1,6 +1,7 @@
 """The checked configuration and sweep, as every rule reads them."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
@@ -9,7 +10,7 @@ from snakemake.utils import validate
 from nnsweep import SEMANTICS
 from nnsweep.config import read_config
 from nnsweep.errors import UserError
-from nnsweep.jobs import read_sweep
+from nnsweep.jobs import read_sweep, settings_of
 from nnsweep.sweep import vector_files
 
 try:
@@ -29,33 +30,76 @@ VECTOR_FILES = vector_files(SPEC)
 # One string each: Snakemake compares params as a set of values without names. The order of the
 # keys is kept, since the first axis is the slowest.
 SPEC_PARAM = SPEC.model_dump_json()
-SETTINGS_PARAM = json.dumps(
-    {
-        "batch_rows": CONFIG.batch_rows,
-        "chunk_passes": CONFIG.chunk_passes,
-        "recompute": CONFIG.recompute,
-    },
-    sort_keys=True,
+SETTINGS_PARAM = json.dumps(asdict(settings_of(CONFIG)))
+PARITY = f"{CONFIG.parity.against}-vs-ndif"
+PARITY_FILES = (
+    [f"results/{SWEEP}/parity/{PARITY}.json"]
+    if ENGINE == "ndif" and CONFIG.parity.points != 0
+    else []
 )
 
 
 wildcard_constraints:
     sweep=SWEEP,
-    engine="local|reference",
+    engine="local|ndif|reference",
+    a="local|ndif|reference",
+    b="local|ndif|reference",
     chunk="[0-9a-f]{16}",
     measure="|".join(MEASURES),
 
 
-def engine_parts(wildcards):
-    """The parts and facts of every chunk of the plan, null controls included."""
-    plan = json.loads(
-        Path(
-            checkpoints.expand_sweep.get(sweep=wildcards.sweep).output.plan
-        ).read_text()
-    )
-    names = [*plan["chunks"], *([plan["controls"]] if plan["controls"] else [])]
-    folder = f"results/{wildcards.sweep}/{wildcards.engine}/chunks"
+def plan_of(wildcards):
+    """The finished plan of the sweep."""
+    done = checkpoints.expand_sweep.get(sweep=wildcards.sweep)
+    return json.loads(Path(done.output.plan).read_text())
+
+
+def parts_of(wildcards, engine, names):
+    """Parts and facts of some chunks on one engine."""
+    folder = f"results/{wildcards.sweep}/{engine}/chunks"
     return {
         "parts": [f"{folder}/{name}.parquet" for name in names],
         "facts": [f"{folder}/{name}.json" for name in names],
     }
+
+
+def engine_parts(wildcards):
+    """Parts and facts of every chunk of the plan, null controls included."""
+    plan = plan_of(wildcards)
+    names = [*plan["chunks"], *([plan["controls"]] if plan["controls"] else [])]
+    return parts_of(wildcards, wildcards.engine, names)
+
+
+def parity_inputs(wildcards):
+    """Two engines' tables; or one engine's sample and the other's table."""
+    folder = f"results/{wildcards.sweep}"
+    found = {"b": f"{folder}/{wildcards.b}/values.parquet"}
+    if CONFIG.parity.points == "all" or plan_of(wildcards)["sample"] is None:
+        return found | {"a": f"{folder}/{wildcards.a}/values.parquet"}
+    return found | parts_of(wildcards, wildcards.a, [plan_of(wildcards)["sample"]])
+
+
+def preflight(wildcards):
+    """Chunks on NDIF wait for the check of the server."""
+    if wildcards.engine != "ndif":
+        return []
+    return ancient(f"results/{wildcards.sweep}/ndif/preflight.json")
+
+
+def machine(wildcards):
+    """What of this machine can move a value."""
+    return (
+        ""
+        if wildcards.engine == "ndif"
+        else f"{CONFIG.device}, {CONFIG.threads} threads"
+    )
+
+
+def chunk_threads(wildcards):
+    """A job that only waits for a server needs no core to speak of."""
+    return 1 if wildcards.engine == "ndif" else CONFIG.threads
+
+
+def ndif_sessions(wildcards):
+    """Sessions in flight on NDIF, bounded by `--resources ndif_sessions=N`."""
+    return 1 if wildcards.engine == "ndif" else 0

@@ -1,10 +1,26 @@
-"""The one rule that opens a model and runs passes: one job a chunk."""
+"""The rules that open a model: one check of the server a run, one job a chunk."""
+
+
+rule check_ndif:
+    input:
+        model=ancient("results/{sweep}/model.json"),
+    output:
+        temp("results/{sweep}/ndif/preflight.json"),
+    log:
+        "logs/{sweep}/check_ndif.log",
+    conda:
+        "../../envs/local.yaml"
+    message:
+        "Asking the NDIF server what it serves"
+    script:
+        "../../scripts/check_ndif.py"
 
 
 rule run_chunk:
     input:
         # The name of a chunk is a digest of its contents: its age says nothing.
         chunk=ancient("results/{sweep}/chunks/{chunk}.json"),
+        preflight=preflight,
     output:
         facts="results/{sweep}/{engine}/chunks/{chunk}.json",
         part="results/{sweep}/{engine}/chunks/{chunk}.parquet",
@@ -14,13 +30,13 @@ rule run_chunk:
         "benchmarks/{sweep}/run_chunk/{engine}/{chunk}.tsv"
     conda:
         "../../envs/local.yaml"
-    threads: CONFIG.threads
+    threads: chunk_threads
     resources:
         mem_mb=4000,
+        ndif_sessions=ndif_sessions,
     params:
-        # Not Snakemake's threads, which follow -c: the last bits follow the thread count.
-        threads=CONFIG.threads,
-        device=CONFIG.device,
+        # What can move a local value. Deadlines can not, and must never run a paid chunk again.
+        machine=machine,
     message:
         "Running chunk {wildcards.chunk} on engine {wildcards.engine} (progress: {log})"
     script:

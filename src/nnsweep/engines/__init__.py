@@ -1,12 +1,12 @@
 """Engines: a chunk goes in, rows come out. `local`, `ndif` and `reference` share one interface."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
-ENGINES = ("local", "ndif", "mixed", "reference")
+ENGINES = ("local", "ndif", "reference")
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,13 @@ class Result:
         values: float32 (values, measures), rows in the order of `nnsweep.plan.keys_of`.
         facts: Provenance: device, dtype, versions, threads, seconds by phase.
         sessions: One record a session (see `nnsweep.tables.SESSIONS`).
+        errors: Row -> why a point that failed has no values.
     """
 
     values: Tensor
     facts: dict[str, Any]
     sessions: list[dict[str, Any]]
+    errors: dict[int, str] = field(default_factory=dict)
 
 
 class Engine(Protocol):

@@ -131,7 +131,7 @@ def environment(state: ServerState, layout: Layout) -> dict[str, str]:
 
 def controller_environment(state: ServerState, layout: Layout) -> dict[str, str]:
     """Return the environment of the controller's command, which must find this Ray, not another."""
-    return {**environment(state, layout), "RAY_ADDRESS": f"{HOST}:{state.ports.ray}"}
+    return {**environment(state, layout), "RAY_ADDRESS": f"{HOST}:{state.ports['ray']}"}
 
 
 def model_log(folder: Path) -> Path | None:
@@ -144,7 +144,7 @@ def model_log(folder: Path) -> Path | None:
 def redis_command(state: ServerState, layout: Layout) -> list[str]:
     """Return the command of the request queue: valkey from the environment, or any Redis."""
     server = _redis_server(state.python)
-    port = str(state.ports.redis)
+    port = str(state.ports["redis"])
     memory_only = ["--save", "", "--appendonly", "no"]
     # Its own title would overwrite the memory that shows its environment, and so our marker.
     return [server, "--bind", HOST, "--port", port, *memory_only, "--set-proc-title", "no"]
@@ -152,7 +152,7 @@ def redis_command(state: ServerState, layout: Layout) -> list[str]:
 
 def store_command(state: ServerState, layout: Layout) -> list[str]:
     """Return the command of the object store, which lives in memory."""
-    return [str(state.python), "-m", "moto.server", "-H", HOST, "-p", str(state.ports.store)]
+    return [str(state.python), "-m", "moto.server", "-H", HOST, "-p", str(state.ports["store"])]
 
 
 def ray_command(state: ServerState, layout: Layout) -> list[str]:
@@ -160,11 +160,11 @@ def ray_command(state: ServerState, layout: Layout) -> list[str]:
     ports = state.ports
     options = {
         "node-ip-address": HOST,
-        "port": ports.ray,
-        "ray-client-server-port": ports.ray_client,
+        "port": ports["ray"],
+        "ray-client-server-port": ports["ray_client"],
         "dashboard-host": HOST,
-        "dashboard-port": ports.dashboard,
-        "dashboard-agent-listen-port": ports.agent,
+        "dashboard-port": ports["dashboard"],
+        "dashboard-agent-listen-port": ports["agent"],
         "include-dashboard": "true",
         "temp-dir": state.scratch,
         "object-store-memory": _RAY_STORE_BYTES,
@@ -184,7 +184,7 @@ def controller_command(state: ServerState, layout: Layout) -> list[str]:
 
 def api_command(state: ServerState, layout: Layout) -> list[str]:
     """Return the command of the API and of the dispatcher that it starts."""
-    address = f"{HOST}:{state.ports.api}"
+    address = f"{HOST}:{state.ports['api']}"
     settings = ["--config", "python:ndif.services.api.gunicorn_conf", "--bind", address]
     return [str(state.python), "-m", "gunicorn", *settings, "nnsweep_ndif_ingress:app"]
 
@@ -206,6 +206,8 @@ def _plumbing(state: ServerState, layout: Layout) -> dict[str, str]:
         # Ray sets one thread for an actor without CPUs, unless it finds a number here. The
         # sandbox inherits this and nothing else about threads.
         "OMP_NUM_THREADS": threads,
+        # Client and server often share the cores; idle threads that spin would take them.
+        "OMP_WAIT_POLICY": "PASSIVE",
         "MKL_NUM_THREADS": threads,
         # Without this Ray swaps a loopback address for the machine's own and listens there.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -220,13 +222,13 @@ def _ndif(state: ServerState, layout: Layout) -> dict[str, str]:
     settings, ports = state.settings, state.ports
     limit = settings.execution_timeout_s
     return {
-        "NDIF_REDIS_URL": f"redis://{HOST}:{ports.redis}",
-        "NDIF_OBJECT_STORE_URL": f"http://{HOST}:{ports.store}",
+        "NDIF_REDIS_URL": f"redis://{HOST}:{ports['redis']}",
+        "NDIF_OBJECT_STORE_URL": f"http://{HOST}:{ports['store']}",
         "NDIF_OBJECT_STORE_ACCESS_KEY": _STORE_KEY,
         "NDIF_OBJECT_STORE_SECRET_KEY": _STORE_KEY,
-        "NDIF_API_PORT": str(ports.api),
+        "NDIF_API_PORT": str(ports["api"]),
         "NDIF_API_URL": state.host,
-        "NDIF_RAY_ADDRESS": f"ray://{HOST}:{ports.ray_client}",
+        "NDIF_RAY_ADDRESS": f"ray://{HOST}:{ports['ray_client']}",
         "NDIF_DEFAULT_DTYPE": settings.dtype,
         "NDIF_DEFAULT_PADDING_BIAS": "0",
         "NDIF_DEFAULT_MODEL_ACTOR_CLASS": _ACTORS[settings.device, settings.trusted],

@@ -116,8 +116,8 @@ class _Launch:
 
     def ray_answers(self) -> bool:
         # The controller lists the nodes as soon as it starts, and dies if it cannot.
-        nodes = f"http://{HOST}:{self.state.ports.dashboard}/api/v0/nodes"
-        return is_open(self.state.ports.ray_client) and fetch(nodes, timeout_s=5.0) is not None
+        nodes = f"http://{HOST}:{self.state.ports['dashboard']}/api/v0/nodes"
+        return is_open(self.state.ports["ray_client"]) and fetch(nodes, timeout_s=5.0) is not None
 
     def api_answers(self) -> bool:
         return fetch(f"{self.state.host}/connected", timeout_s=5.0) is not None
@@ -159,8 +159,8 @@ class _Launch:
         log = self.layout.log(name)
         words = last_line(log)
         actor = components.model_log(self.state.scratch) if name == "probe" else None
-        reason = "" if actor is None else last_line(actor, having="Error")
-        if reason:
+        reason = last_line(actor, having="Error") if actor else ""
+        if actor and reason:
             # The model's own log says why it could not be served; the client only hears that.
             log, words = self.layout.kept_ray_log(actor), f"{words}; the model: {reason}"
         return UserError(f"the local NDIF's {name} {what}: {words}. See {log}")

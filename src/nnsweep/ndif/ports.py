@@ -36,23 +36,23 @@ class Ports:
     dashboard: int | None = None
     agent: int | None = None
 
-    def resolve(self) -> "Ports":
-        """Return ports without a gap: the given ones, checked to be free, and free ones.
+    def resolve(self) -> dict[str, int]:
+        """Return a port for every name: the given ones, checked to be free, and free ones.
 
         Raises:
             UserError: if a given port is taken, or one that Ray deals out itself.
         """
         with ExitStack() as held:
             # All stay bound until the last is found, so that no number is found twice.
-            numbers = {
-                name: _claim(held, name, number) for name, number in sorted(_fields(self).items())
-            }
-        return Ports(**numbers)
+            return {name: _claim(held, name, number) for name, number in self._fields().items()}
 
-    def conflicts(self, other: "Ports") -> list[str]:
-        """Return the names of the ports given here that differ from those of the other."""
-        theirs = _fields(other)
-        return [name for name, n in _fields(self).items() if n is not None and n != theirs[name]]
+    def conflicts(self, ports: dict[str, int]) -> list[str]:
+        """Return the names of the ports given here that differ from those in use."""
+        given = {name: number for name, number in self._fields().items() if number is not None}
+        return [name for name, number in given.items() if number != ports[name]]
+
+    def _fields(self) -> dict[str, int | None]:
+        return dataclasses.asdict(self)
 
 
 def is_open(port: int) -> bool:
@@ -96,8 +96,4 @@ def _bind(held: ExitStack, number: int) -> int:
     listener.bind((HOST, number))
     # SO_REUSEADDR alone would let two sockets bind the same port as long as none listens.
     listener.listen(1)
-    return listener.getsockname()[1]
-
-
-def _fields(ports: Ports) -> dict[str, int | None]:
-    return dataclasses.asdict(ports)
+    return int(listener.getsockname()[1])

@@ -57,7 +57,7 @@ def serve(
         python: interpreter of the server's environment.
         trusted: run requests in the model's process, as a trusted key's, not in the sandbox.
         dtype: torch name of the dtype that the weights are served in.
-        threads: torch threads of the model and of the sandbox; equal to the client's for equal bits.
+        threads: torch threads of model and sandbox; equal to the client's for equal bits.
         device: ``cpu`` or ``cuda``.
         ports: where to listen; free ports by default.
         timeout_s: seconds for the whole start.

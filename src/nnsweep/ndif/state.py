@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsweep.errors import UserError
-from nnsweep.ndif.ports import HOST, Ports
+from nnsweep.ndif.ports import HOST
 from nnsweep.ndif.processes import Process
 
 _FORMAT = 1
@@ -63,7 +63,7 @@ class ServerState:
     Attributes:
         marker: what its processes carry in their environment.
         settings: what it serves.
-        ports: where it listens, on the loopback address.
+        ports: where it listens on the loopback address, by the names of `Ports`.
         python: the interpreter of the server's environment.
         scratch: short-named folder for sockets, temporary files and Ray's logs.
         parts: the processes it was started from, by name, in order.
@@ -73,7 +73,7 @@ class ServerState:
 
     marker: str
     settings: Settings
-    ports: Ports
+    ports: dict[str, int]
     python: Path
     scratch: Path
     parts: dict[str, Process] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class ServerState:
     @property
     def host(self) -> str:
         """Base URL for clients, the value of ``NDIF_HOST``."""
-        return f"http://{HOST}:{self.ports.api}"
+        return f"http://{HOST}:{self.ports['api']}"
 
     def with_part(self, name: str, process: Process) -> "ServerState":
         """Return the state with one more part."""
@@ -159,7 +159,6 @@ def _from_document(document: dict[str, Any]) -> ServerState:
     parts = {name: Process(**process) for name, process in document.pop("parts").items()}
     return ServerState(
         settings=Settings(**document.pop("settings")),
-        ports=Ports(**document.pop("ports")),
         python=Path(document.pop("python")),
         scratch=Path(document.pop("scratch")),
         parts=parts,
