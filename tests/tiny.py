@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 LAYERS = 4
 VOCAB = 49152
 WINDOW = 4
+SPECIAL = ("bos", "eos", "pad")
 
 GROUPED = {
     "hidden_size": 32,
@@ -49,12 +50,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """The configuration of each family. Mistral and Gemma 2 look back WINDOW tokens only, fewer than
 the prompts have; Qwen 3 has heads wider than hidden / heads."""
 
+NO_SDPA = ("gptj", "bloom")
+"""Families for which transformers has no `sdpa` attention."""
+
+
+def attention_of(family: str) -> str:
+    """The attention implementation that a family is tested with unless told otherwise."""
+    return "eager" if family in NO_SDPA else "sdpa"
+
 
 def save_tiny(family: str, folder: Path, tokenizer: Any, **changes: Any) -> Path:
     """Write a tiny model of a family and the tokenizer to `folder`."""
-    config = AutoConfig.for_model(family, vocab_size=VOCAB, **(FAMILIES[family] | changes))
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, name, getattr(tokenizer, name))
+    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL}
+    plain = FAMILIES[family] | tokens | changes
+    config = AutoConfig.for_model(family, vocab_size=VOCAB, **plain)
     torch.manual_seed(sum(map(ord, family)))
     model = AutoModelForCausalLM.from_config(config)
     _enlarge(model)

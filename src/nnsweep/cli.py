@@ -9,6 +9,7 @@ import typer
 
 from nnsweep import __version__
 from nnsweep.errors import NnsweepError
+from nnsweep.ndif.cli import app as ndif_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,6 +18,8 @@ app = typer.Typer(
     "`snakemake --cores 2`; these commands look at a sweep, or run one of its parts by hand.",
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(ndif_app, name="ndif")
 
 SweepFile = Annotated[Path, typer.Argument(metavar="FILE", help="A sweep file (YAML).")]
 

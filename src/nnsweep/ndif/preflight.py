@@ -68,6 +68,28 @@ def check(model: Plain, config: Config) -> Plain:
     }
 
 
+def describe_service(connect: float = 10) -> list[str]:
+    """What the NDIF host of this shell says of itself, a line each."""
+    try:
+        deployments = _service(connect)
+        versions, different = _versions(connect)
+    except UserError as error:
+        return [str(error)]
+    lines = [f"host         {transport.host()}", f"key          {_key_state()}"]
+    lines.append("versions     " + ", ".join(f"{name} {v}" for name, v in versions.items()))
+    lines += [
+        f"differs      {n}: {here} here, {there} there" for n, (here, there) in different.items()
+    ]
+    for entry in deployments.values():
+        state = entry.get("application_state") or entry.get("state")
+        lines.append(f"deployed     {entry.get('repo_id') or entry.get('model_key')} ({state})")
+    return lines
+
+
+def _key_state() -> str:
+    return "set" if transport.headers() else "not set (NDIF_API_KEY)"
+
+
 def _service(connect: float) -> Mapping[str, Any]:
     try:
         answer = transport.get_json("/status", connect)

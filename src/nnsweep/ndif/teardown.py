@@ -27,7 +27,8 @@ def tear_down(state: ServerState, layout: Layout) -> None:
         sockets = _sandbox_sockets(_everything(state))
         _end(state)
         for socket in sockets:
-            socket.unlink(missing_ok=True)
+            if socket.is_socket():
+                socket.unlink(missing_ok=True)
     _keep_ray_logs(state, layout)
 
 
@@ -61,11 +62,11 @@ def _everything(state: ServerState) -> set[Process]:
 
 
 def _sandbox_sockets(family: set[Process]) -> list[Path]:
-    # A runner that is ended from outside leaves its socket behind.
+    # A runner that is ended from outside leaves its socket behind. One that has just started
+    # has not made it yet, so nothing is asked of the file here.
     lines = [processes.command_line(process) for process in family]
     runners = [line for line in lines if "ndif.services.ray.sandbox.runner" in line]
-    arguments = [Path(argument) for line in runners for argument in line]
-    return [path for path in arguments if path.suffix == ".sock" and path.is_socket()]
+    return [Path(argument) for line in runners for argument in line if argument.endswith(".sock")]
 
 
 def _keep_ray_logs(state: ServerState, layout: Layout) -> None:
