@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 SNAKEMAKE := PATH="$(BIN):$$PATH" snakemake
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ndif test lint bench lock schemas clean
+.PHONY: help demo demo-ndif ndif-env test lint bench lock schemas clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,7 +36,18 @@ demo: .venv/nnsweep ## Run the default sweep, draw it, write the report
 		--config sweep=capitals_layers engine=local
 	@$(BIN)/nnsweep show results/capitals_layers/local
 
-test: .venv/nnsweep .venv/dev ## Run all tests
+demo-ndif: .venv/nnsweep .venv-ndif/deps ## Start a local NDIF, run the default sweep on it, compare with local
+	@PATH="$(BIN):$$PATH" sh envs/demo_ndif.sh
+
+ndif-env: .venv-ndif/deps ## Install the environment of `nnsweep ndif serve`
+
+.venv-ndif/deps: envs/ndif-server.lock envs/find_python.sh
+	@$$(sh envs/find_python.sh) -m venv --clear .venv-ndif
+	@echo "Installing the NDIF server's environment into .venv-ndif (2 to 4 minutes)"
+	@.venv-ndif/bin/python -m pip install --quiet --requirement envs/ndif-server.lock
+	@touch $@
+
+test: .venv/nnsweep .venv/dev .venv-ndif/deps ## Run all tests
 	@PATH="$(BIN):$$PATH" $(PY) -m pytest tests
 
 lint: .venv/nnsweep .venv/dev ## Format and type checks, snakefmt, snakemake --lint

@@ -66,14 +66,16 @@ def tiny_model(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Call
 @pytest.fixture(scope="session")
 def opened() -> Callable[[str, Any], Any]:
     """A factory of engines by name and model; each is opened once."""
-    from nnsweep.jobs import open_engine
+    from nnsweep.engines.local import LocalEngine
+    from nnsweep.engines.reference import ReferenceEngine
 
+    kinds = {"local": LocalEngine, "reference": ReferenceEngine}
     engines: dict[str, Any] = {}
 
     def get(name: str, model: dict[str, Any]) -> Any:
         key = repr((name, {k: v for k, v in model.items() if k != "shape"}))
         if key not in engines:
-            engines[key] = open_engine(name, model, "cpu", 1)
+            engines[key] = kinds[name](model, "cpu", 1)
         return engines[key]
 
     return get

@@ -72,6 +72,7 @@ def explain(
     batch_rows: Annotated[int, typer.Option(help="As batch_rows in config.yaml.")] = 256,
     chunk_passes: Annotated[int, typer.Option(help="As chunk_passes in config.yaml.")] = 64,
     recompute: Annotated[str, typer.Option(help="fast or exact.")] = "fast",
+    engine: Annotated[str, typer.Option(help="ndif adds requests and bytes.")] = "local",
 ) -> None:
     """Show what a sweep will run and cost, and every position and answer as tokens (no weights)."""
     from nnsweep import jobs
@@ -84,7 +85,7 @@ def explain(
     quiet_libraries()
     model = prepare(sweep.model.model_dump(), weights=False)
     settings = Settings(batch_rows, chunk_passes, recompute)
-    typer.echo(describe(sweep, model, load_tokenizer(model), settings, rows))
+    typer.echo(describe(sweep, model, load_tokenizer(model), settings, rows, engine))
 
 
 @app.command(name="run-chunk")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsweep import jobs
-from nnsweep.plan import Plan, Settings, forward_passes, make_plan, naive_passes
+from nnsweep.plan import Plan, Settings, forward_passes, keys_of, make_plan, naive_passes
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sweep import Sweep
 
@@ -14,7 +14,9 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Plain = dict[str, Any]
 
 
-def explain(sweep: Sweep, model: Plain, tokenizer: Any, settings: Settings, rows: int) -> str:
+def explain(
+    sweep: Sweep, model: Plain, tokenizer: Any, settings: Settings, rows: int, engine: str
+) -> str:
     """Describe a sweep in a few lines.
 
     Args:
@@ -23,12 +25,16 @@ def explain(sweep: Sweep, model: Plain, tokenizer: Any, settings: Settings, rows
         tokenizer: The model's tokenizer.
         settings: How the plan is cut.
         rows: How many prompt rows to show with their tokens.
+        engine: `ndif` adds what will be sent and what will come home.
     """
     found = prepare_rows(sweep, Path(sweep.prompts.file), tokenizer, model["shape"]["context"])
     began = time.perf_counter()
     plan = make_plan(sweep, model, found, settings, jobs.load_vector)
     seconds = time.perf_counter() - began
-    lines = [*_size(sweep, model, plan, found, settings, seconds), ""]
+    lines = [*_size(sweep, model, plan, found, settings, seconds)]
+    if engine == "ndif":
+        lines += _remote(model, plan)
+    lines.append("")
     for row in found[:rows]:
         lines += [*_row(row, tokenizer), ""]
     return "\n".join(lines).rstrip()
@@ -58,6 +64,19 @@ def _size(
     yield f"  memory          about {_memory(model, plan) / 1e9:.1f} GB"
     yield f"  time            about {_seconds(model, work):.0f} s of passes on this CPU"
     yield f"  planned in      {planned:.1f} s"
+
+
+def _remote(model: Plain, plan: Plan) -> Iterator[str]:
+    """Requests and bytes; the payloads are packed just as they will be sent."""
+    from nnsweep.engines.ndif import pack
+    from nnsweep.models import open_model
+
+    shell = open_model(model, None)
+    chunks = [*plan.chunks, *([plan.controls] if plan.controls else [])]
+    sent = sum(len(pack(shell, chunk)) for chunk in chunks)
+    values = sum(len(keys_of(chunk)) * len(chunk["measures"]) for chunk in chunks)
+    yield f"  requests        {len(chunks)} and one trial session (one trace a point: {len(plan.points)})"
+    yield f"  bytes           {sent:,} sent, about {4 * values + 2000 * len(chunks):,} home"
 
 
 def work_of(plan: Plan, recompute: str) -> int:

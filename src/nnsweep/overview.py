@@ -49,10 +49,21 @@ def _result(record: Mapping[str, Any]) -> str:
             ("points", record["points"]),
             ("values", ", ".join(f"{n} {name}" for name, n in values.items())),
             ("forward passes", f"{run} (a loop without reuse: {naive})"),
+            *_remote(record["remote"]),
             ("seconds in sessions", f"{record['seconds']['run']:.1f}"),
             ("peak memory", f"{record['peak_memory_bytes'] / 1e9:.2f} GB"),
         ]
     )
+
+
+def _remote(cost: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if cost is None:
+        return []
+    requests = f"{cost['requests']} (one trace a point: {cost['requests_naive']})"
+    home, naive = cost["result_bytes"] / 1e3, cost["result_bytes_naive"] / 1e6
+    brought = f"{home:.1f} kB (a loop that brings logits home: {naive:.0f} MB)"
+    sent = f"{cost['payload_bytes'] / 1e3:.1f} kB"
+    return [("requests", requests), ("sent", sent), ("came home", brought)]
 
 
 def _extremes(sweep: Sweep, summary: Path) -> str:

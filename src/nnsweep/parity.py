@@ -196,7 +196,7 @@ def _values(joined: pd.DataFrame, name: str, kind: str, dtype: str) -> pd.DataFr
     with np.errstate(invalid="ignore"):
         step = np.maximum(np.maximum(np.abs(a), np.abs(b)), 1.0).astype(np.float64)
     ulps = distance / (step * EPSILON[dtype])
-    classes = _classes(joined, a, b, distance, ulps, REGISTRY[kind].discrete, dtype)
+    classes = _classes(joined, a, b, distance, ulps, kind, dtype)
     return joined.assign(measure=name, a=a, b=b, distance=distance, ulps=ulps, **{"class": classes})
 
 
@@ -206,29 +206,34 @@ def _classes(
     b: np.ndarray,
     distance: np.ndarray,
     ulps: np.ndarray,
-    discrete: bool,
+    kind: str,
     dtype: str,
 ) -> np.ndarray:
     """The class of every value; rank-like measures are whole numbers and must be identical."""
-    limit = TOLERANCES[dtype]
+    limit, discrete = TOLERANCES[dtype], REGISTRY[kind].discrete
     same = a.view(np.uint32) == b.view(np.uint32)
     near = (distance <= limit.absolute) | (ulps <= limit.ulps)
     found = np.where(same, "identical", np.where(near & (not discrete), "within", "different"))
-    # Nothing on both sides with status ok is a guarded ratio: both engines say there is no number.
+    # A ratio without a number is guarded where both engines say ok: its gap is too small.
     ok = (joined["status_a"] == "ok").to_numpy() & (joined["status_b"] == "ok").to_numpy()
     empty = np.isnan(a) & np.isnan(b)
-    found = np.where(empty & ok, "identical", found)
-    found = np.where((empty & ~ok) | np.isinf(a) | np.isinf(b), "nonfinite", found)
+    guarded = empty & ok & (kind == "recovery")
+    found = np.where(guarded, "identical", found)
+    found = np.where((empty & ~guarded) | np.isinf(a) | np.isinf(b), "nonfinite", found)
     found = np.where(np.isnan(a) != np.isnan(b), "different", found)
     found = np.where((joined["_merge"] == "left_only").to_numpy(), "missing", found)
     return np.where((joined["_merge"] == "right_only").to_numpy(), "extra", found)
 
 
 def judged(table: pa.Table, engines: Sequence[str], dtype: str) -> dict[str, Any]:
-    """The verdict: counts by class, the largest distances, and whether parity holds."""
+    """The verdict: counts by class, the largest distances, and whether parity holds.
+
+    `empty` counts the ratios that are guarded on both sides: no disagreement, but no proof either.
+    """
     frame = table.to_pandas()
     counts = {name: int((frame["class"] == name).sum()) for name in CLASSES}
     bad = sum(counts[name] for name in CLASSES if name not in GOOD)
+    empty = int(((frame["class"] == "identical") & frame["a"].isna()).sum())
     both = frame[np.isfinite(frame["distance"])]
     limit = TOLERANCES[dtype]
     return {
@@ -239,7 +244,8 @@ def judged(table: pa.Table, engines: Sequence[str], dtype: str) -> dict[str, Any
         "values": len(frame),
         "points": int(frame["point_id"].nunique()),
         "classes": counts,
-        "holds": bool(len(frame) > 0 and bad == 0),
+        "empty": empty,
+        "holds": bool(len(frame) > empty and bad == 0),
         "largest": {
             measure: float(part["distance"].max()) for measure, part in both.groupby("measure")
         },
@@ -268,11 +274,13 @@ def _plain(value: Any) -> Any:
 
 def sentence(verdict: Mapping[str, Any]) -> str:
     """One line for a log and a terminal."""
-    if not verdict["values"]:
-        return "nothing was compared: the two tables share no point."
     classes, total = verdict["classes"], verdict["values"]
+    if verdict["empty"] == total:
+        return "nothing was compared: no value is a number on either side."
     parts = [f"{n} {name}" for name, n in classes.items() if n]
     text = f"{total} values of {verdict['points']} points: {', '.join(parts)}"
+    if verdict["empty"]:
+        text += f"; {verdict['empty']} guarded ratios have no number on either side"
     if verdict["largest"]:
         name, size = max(verdict["largest"].items(), key=lambda item: item[1])
         text += f"; largest distance {size:.2g} ({name})"

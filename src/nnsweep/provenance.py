@@ -50,11 +50,31 @@ def run_record(
         "controls": dict(controls),
         "forward_passes": sum(fact["passes"] for fact in facts.values()),
         "forward_passes_naive": plan["forward_passes_naive"],
+        "remote": remote_cost(results, plan, facts) if engine == "ndif" else None,
         "peak_memory_bytes": max(fact["peak_memory_bytes"] for fact in facts.values()),
         "seconds": {
             name: round(sum(fact[f"seconds_{name}"] for fact in facts.values()), 3)
             for name in ("open", "run")
         },
+    }
+
+
+def remote_cost(results: Path, plan: Plain, facts: Mapping[str, Plain]) -> Plain:
+    """Requests and bytes of a remote run, and of a naive one.
+
+    The naive loop sends one trace a point and brings the float32 next-token logits of its rows
+    home; what it sends is not counted.
+    """
+    sessions = [record for fact in facts.values() for record in fact["sessions"]]
+    vocab = read_json(results / "model.json")["shape"]["vocab"]
+    rows = sum(record["rows"] for record in sessions)
+    return {
+        "requests": sum(record["attempts"] for record in sessions),
+        "sessions": len(sessions),
+        "payload_bytes": sum(record["payload_bytes"] for record in sessions),
+        "result_bytes": sum(record["result_bytes"] for record in sessions),
+        "requests_naive": plan["points"],
+        "result_bytes_naive": 4 * vocab * rows,
     }
 
 

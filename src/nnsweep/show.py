@@ -32,6 +32,12 @@ def _head(record: dict[str, Any]) -> Iterator[str]:
         f"(a loop without reuse: {record['forward_passes_naive']}), "
         f"{record['peak_memory_bytes'] / 1e9:.1f} GB"
     )
+    if record["remote"]:
+        cost = record["remote"]
+        yield (
+            f"  {cost['requests']} requests (one trace a point: {cost['requests_naive']}), "
+            f"{cost['payload_bytes'] / 1e3:.1f} kB sent, {cost['result_bytes'] / 1e3:.1f} kB home"
+        )
 
 
 def _extremes(folder: Path) -> Iterator[str]:

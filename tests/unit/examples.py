@@ -36,6 +36,13 @@ def sweep_of(**changes: Any) -> Sweep:
     return Sweep.model_validate(document(**changes))
 
 
+def alone_of(**changes: Any) -> Sweep:
+    """The example sweep without donor prompts."""
+    prompts = {key: value for key, value in DOCUMENT["prompts"].items() if key != "donor"}
+    positions = {"subject": {"text": "word"}, "second": 1}
+    return sweep_of(**{"prompts": prompts, "positions": positions} | changes)
+
+
 def setting(value: Any, **changes: Any) -> Sweep:
     """A sweep of one write, at layer 0 and the last token, that sets `value`."""
     write = {"site": "resid_post", "layer": 0, "position": "last", "set": value}

@@ -4,7 +4,6 @@ The client holds a shell of the model on the meta device. A session is serialize
 and the measures by value, so the server needs nothing but torch and nnsight.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -72,10 +71,6 @@ class NdifEngine:
 
     def _pack(self, chunk: Mapping[str, Any]) -> bytes:
         return pack(self.model, chunk)
-
-    def forget(self) -> None:
-        """Remove the journal of a chunk whose values are safe."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _line(found: Mapping[str, str]) -> str:

@@ -4,20 +4,21 @@ Asked once a run, not once a chunk. Every answer that would make the sweep fail 
 else is one sentence that says what to do.
 """
 
-import io
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from nnsweep.config import Config
 from nnsweep.errors import UserError
 from nnsweep.ndif import transport
-from nnsweep.ndif.transport import BadSession, Deadlines, TooLong, Transient
+from nnsweep.ndif.transport import BadSession, Deadlines, StillQueued, TooLong, Transient
 
 logger = logging.getLogger(__name__)
 Plain = dict[str, Any]
 CRITICAL = ("nnsight", "torch", "transformers")
+HERE = ("127.0.0.1", "localhost", "::1")
 
 
 def check(model: Plain, config: Config) -> Plain:
@@ -40,7 +41,7 @@ def check(model: Plain, config: Config) -> Plain:
             f"model.attention: an NDIF server uses sdpa, the sweep asks for {model['attention']}. "
             "Use sdpa, or engine=local."
         )
-    if model["kind"] == "packaged" and "127.0.0.1" not in transport.host():
+    if model["kind"] == "packaged" and urlsplit(transport.host()).hostname not in HERE:
         raise UserError(
             f"model {model['id']} is a local folder that this NDIF host cannot have. Use a Hugging "
             "Face id, or a local server: nnsweep ndif serve."
@@ -157,18 +158,20 @@ def _probe(shell: Any, key: str, model: Plain, config: Config) -> Plain:
     try:
         job = transport.submit(pack_probe(shell, model["shape"]), key, deadlines)
         content, _ = transport.wait(job, deadlines, logger.info)
-    except (Transient, TooLong, BadSession) as error:
+        return unpack_probe(content)
+    except (Transient, StillQueued, TooLong, BadSession) as error:
         raise UserError(
             f"a trial session on NDIF failed: {error}. See nnsweep ndif status, then try again."
         ) from None
-    return unpack_probe(content)
 
 
 def unpack_probe(content: bytes) -> Plain:
-    """The plain values of a probe's result."""
-    import torch
-    import zstandard
+    """The plain values of a probe's result.
 
-    raw = zstandard.ZstdDecompressor().decompressobj().decompress(content)
-    saved = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    Raises:
+        Transient: the result holds none.
+    """
+    saved = transport.unpack(content)
+    if not isinstance(saved, Mapping) or "found" not in saved:
+        raise Transient("the result holds no values")
     return dict(saved["found"])

@@ -5,7 +5,6 @@ point is isolated by bisection and reported, the others are kept; finished sessi
 that a killed job loses at most one.
 """
 
-import io
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -18,7 +17,15 @@ import tenacity
 
 from nnsweep.errors import NnsweepError
 from nnsweep.ndif import transport
-from nnsweep.ndif.transport import BadSession, Deadlines, Refused, Timing, TooLong, Transient
+from nnsweep.ndif.transport import (
+    BadSession,
+    Deadlines,
+    Refused,
+    Timing,
+    TooLong,
+    Transient,
+    Unfinished,
+)
 from nnsweep.plan import keys_of, pass_ids, split_chunk, split_pass
 from nnsweep.tables import digest, write_atomically, write_json
 
@@ -120,11 +127,9 @@ class Sessions:
             return values
         record = self._request(part, journal)
         values = record.pop("values")
-        wanted = (len(keys_of(part)), len(part["measures"]))
-        if values.shape != wanted:
-            raise NnsweepError(f"{wanted} values were asked for, {values.shape} came back.")
+        # The job's id stays in the journal: a kill between the two files loses nothing.
+        write_json(journal, {"job_id": _job_of(journal)} | record)
         write_atomically(stored, lambda path: _save(path, values))
-        write_json(journal, record)
         self._account(part, record)
         return values
 
@@ -147,8 +152,20 @@ class Sessions:
             with attempt:
                 tries += 1
                 content, timing = self._once(blob, journal)
-                values = unpack(content)
+                values = self._checked(content, part, journal)
         return _record(values, tries, len(blob), timing)
+
+    def _checked(self, content: bytes, part: Plain, journal: Path) -> np.ndarray:
+        """A result's values; the id of a job whose result is no use is forgotten."""
+        wanted = (len(keys_of(part)), len(part["measures"]))
+        try:
+            values = unpack(content)
+            if values.shape != wanted:
+                raise NnsweepError(f"{wanted} values were asked for, {values.shape} came back.")
+        except NnsweepError:
+            journal.unlink(missing_ok=True)
+            raise
+        return values
 
     def _once(self, blob: bytes, journal: Path) -> tuple[bytes, Timing]:
         earlier = _job_of(journal)
@@ -168,15 +185,12 @@ class Sessions:
     def _wait(self, job_id: str, journal: Path, known: bool) -> tuple[bytes, Timing]:
         """Wait for a job; forget its id when it has ended without a usable result."""
         try:
-            content, timing = transport.wait(job_id, self.budget.deadlines, self.report, known)
-        except (TooLong, BadSession, Refused):
+            return transport.wait(job_id, self.budget.deadlines, self.report, known)
+        except Unfinished:
+            raise
+        except (Transient, TooLong, BadSession, Refused):
             journal.unlink(missing_ok=True)
             raise
-        except Transient as error:
-            if "ndif.queue_s" not in str(error) and "no word" not in str(error):
-                journal.unlink(missing_ok=True)
-            raise
-        return content, timing
 
     def _say(self, state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
@@ -215,13 +229,8 @@ def unpack(content: bytes) -> np.ndarray:
         Transient: the result holds no values; an earlier result is never used in its place.
     """
     import torch
-    import zstandard
 
-    try:
-        raw = zstandard.ZstdDecompressor().decompressobj().decompress(content)
-        saved = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-    except (zstandard.ZstdError, RuntimeError, EOFError) as error:
-        raise Transient(f"the result is damaged ({error})") from None
+    saved = transport.unpack(content)
     values = saved.get("values") if isinstance(saved, Mapping) else None
     if not isinstance(values, torch.Tensor):
         raise Transient("the result holds no values")

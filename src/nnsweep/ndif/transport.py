@@ -6,6 +6,7 @@ a class that says what to do about it. Host and key are nnsight's own (NDIF_HOST
 its configuration file); the key goes into a request header and nowhere else.
 """
 
+import io
 import logging
 import time
 from collections.abc import Callable
@@ -21,6 +22,14 @@ logger = logging.getLogger(__name__)
 
 class Transient(NnsweepError):
     """Nothing is wrong with the request; the same request may succeed later."""
+
+
+class Unfinished(Transient):
+    """The job itself may be fine: ask for it again, do not submit it again."""
+
+
+class StillQueued(NnsweepError):
+    """The job waited for longer than it may; the next run picks it up where it is."""
 
 
 class Refused(UserError):
@@ -56,6 +65,7 @@ class Timing:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL)
 TRANSIENT_STATUS = (408, 425, 429, 500, 502, 503, 504)
 WAITING = ("RECEIVED", "QUEUED", "PROVISIONING", "DEPLOYING", "DISPATCHED")
 TRANSIENT_WORDS = (
@@ -83,24 +93,37 @@ def host() -> str:
 
 def headers() -> dict[str, str]:
     """The key's header, if there is a key; never logged, never written."""
+    key = _key()
+    if not (key.isascii() and key.isprintable()) or key != key.strip():
+        # The HTTP library would name the header's value in its complaint.
+        raise UserError("the NDIF key holds a line break or the like. Set NDIF_API_KEY anew.")
+    return {"ndif-api-key": key} if key else {}
+
+
+def _key() -> str:
     from nnsight import CONFIG
 
-    return {"ndif-api-key": CONFIG.API.APIKEY} if CONFIG.API.APIKEY else {}
+    return CONFIG.API.APIKEY or ""
 
 
-def get_json(path: str, connect: float) -> Any:
-    """GET a JSON answer.
+def _without_key(text: str) -> str:
+    """What a server says, less the key: NDIF repeats a malformed one in its answer."""
+    return text.replace(_key(), "[key]") if _key() else text
+
+
+def get_json(path: str, connect: float) -> dict[str, Any]:
+    """GET a JSON object.
 
     Raises:
-        Transient: no answer in time, or a status that may pass.
+        Transient: no answer in time, a status that may pass, or something else than JSON.
         Refused: any other status.
     """
     try:
         answer = httpx.get(f"{host()}{path}", headers=headers(), timeout=connect)
-    except httpx.HTTPError as error:
+    except NO_ANSWER as error:
         raise Transient(f"no answer from the NDIF host for {path} ({_words(error)})") from None
     _raise_for_status(answer, f"GET {path}")
-    return answer.json()
+    return _object(answer, f"GET {path}")
 
 
 def submit(blob: bytes, model_key: str, deadlines: Deadlines) -> str:
@@ -122,10 +145,10 @@ def submit(blob: bytes, model_key: str, deadlines: Deadlines) -> str:
             headers=headers() | facts | {"ndif-timestamp": repr(time.time())},
             timeout=limit,
         )
-    except httpx.HTTPError as error:
+    except NO_ANSWER as error:
         raise Transient(f"the request could not be sent ({_words(error)})") from None
     _raise_for_status(answer, "the request")
-    job_id = answer.json().get("id")
+    job_id = _object(answer, "the request").get("id")
     if not job_id:
         raise Transient("the server took the request without naming a job")
     return str(job_id)
@@ -143,20 +166,21 @@ def wait(
         known: False when re-attaching: a job the server does not know raises Transient at once.
 
     Raises:
-        Transient, Refused, TooLong, BadSession: see the classes.
+        Transient, Unfinished, StillQueued, Refused, TooLong, BadSession: see the classes.
     """
     clock = _Clock(deadlines)
     pause = 0.2
     while True:
         state = _poll(job_id, clock, known)
-        status = state.get("status", "QUEUED")
-        if clock.enter(status):
-            report(f"{status} {state.get('description', '')}".strip())
-        if status == "ERROR":
-            raise _failure(str(state.get("description", "")))
-        if status == "COMPLETED":
-            return _download(state, clock)
-        clock.check(status)
+        if state:
+            status, words = str(state.get("status")), str(state.get("description") or "")
+            if clock.enter(status):
+                report(_without_key(f"{status} {words}").strip())
+            if status == "ERROR":
+                raise _failure(_without_key(words))
+            if status == "COMPLETED":
+                return _download(state, clock)
+        clock.check()
         time.sleep(pause)
         pause = min(5.0, pause * 1.2)
 
@@ -186,22 +210,23 @@ class _Clock:
         self.entered, self.status = now, status
         return True
 
-    def check(self, status: str) -> None:
+    def check(self) -> None:
         """Raise when the present phase has lasted too long."""
         seconds = time.monotonic() - self.entered
-        if status == "RUNNING" and seconds > self.deadlines.run:
-            raise TooLong(f"the session has run for {seconds:.0f} s (ndif.run_s)")
-        if status in WAITING and seconds + self.timing.queued > self.deadlines.queue:
-            raise Transient(
-                f"the job waited {seconds:.0f} s in state {status} (ndif.queue_s); "
-                "run again later, it is picked up where it is"
+        if self.status == "RUNNING":
+            if seconds > self.deadlines.run:
+                raise TooLong(f"the session has run for {seconds:.0f} s (ndif.run_s)")
+        elif seconds + self.timing.queued > self.deadlines.queue:
+            raise StillQueued(
+                f"the job waited {seconds + self.timing.queued:.0f} s in the queue (ndif.queue_s). "
+                "Run again later, it is picked up where it is."
             )
 
     def silent(self, why: str) -> None:
         """Note an unanswered poll; raise when the server has been silent for too long."""
         limit = max(3 * self.deadlines.connect, 5.0)
         if time.monotonic() - self.heard > limit:
-            raise Transient(f"no word of the job for {limit:.0f} s ({why})")
+            raise Unfinished(f"no word of the job for {limit:.0f} s ({why})")
 
 
 def _poll(job_id: str, clock: _Clock, known: bool) -> dict[str, Any]:
@@ -210,7 +235,7 @@ def _poll(job_id: str, clock: _Clock, known: bool) -> dict[str, Any]:
         answer = httpx.get(
             f"{host()}/response/{job_id}", headers=headers(), timeout=clock.deadlines.connect
         )
-    except httpx.HTTPError as error:
+    except NO_ANSWER as error:
         clock.silent(_words(error))
         return {}
     if answer.status_code == 404:
@@ -222,7 +247,11 @@ def _poll(job_id: str, clock: _Clock, known: bool) -> dict[str, Any]:
         clock.silent(f"status {answer.status_code}")
         return {}
     _raise_for_status(answer, "the job's state")
-    return dict(answer.json())
+    try:
+        return _object(answer, "the job's state")
+    except Transient as error:
+        clock.silent(str(error))
+        return {}
 
 
 def _download(state: dict[str, Any], clock: _Clock) -> tuple[bytes, Timing]:
@@ -234,13 +263,16 @@ def _download(state: dict[str, Any], clock: _Clock) -> tuple[bytes, Timing]:
     parts = []
     try:
         with httpx.stream("GET", url, timeout=timeout) as answer:
-            _raise_for_status(answer, "the result")
+            if answer.is_client_error:
+                raise Transient(f"the result is gone (status {answer.status_code})")
+            if not answer.is_success:
+                raise Unfinished(f"the result: status {answer.status_code}")
             for part in answer.iter_bytes():
                 parts.append(part)
                 if time.monotonic() - began > clock.deadlines.download:
-                    raise Transient("the result was not down in time (ndif.download_s)")
-    except httpx.HTTPError as error:
-        raise Transient(f"the result could not be downloaded ({_words(error)})") from None
+                    raise Unfinished("the result was not down in time (ndif.download_s)")
+    except NO_ANSWER as error:
+        raise Unfinished(f"the result could not be downloaded ({_words(error)})") from None
     content = b"".join(parts)
     timing = clock.timing
     timing.downloading = time.monotonic() - began
@@ -250,10 +282,28 @@ def _download(state: dict[str, Any], clock: _Clock) -> tuple[bytes, Timing]:
     return content, timing
 
 
+def unpack(content: bytes) -> Any:
+    """What a session saved, by name.
+
+    Raises:
+        Transient: the bytes are damaged.
+    """
+    import torch
+    import zstandard
+
+    try:
+        raw = zstandard.ZstdDecompressor().decompressobj().decompress(content)
+        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 (damaged bytes make torch raise anything)
+        raise Transient(f"the result is damaged ({type(error).__name__})") from None
+
+
 def _failure(words: str) -> NnsweepError:
     """The class of an ERROR, by the server's words."""
     low = words.lower()
-    last = (words.strip().splitlines() or ["no message"])[-1]
+    lines = words.strip().splitlines() or ["no message"]
+    # A traceback says what happened in its last line, a sentence in its first.
+    last = lines[-1 if "traceback" in low else 0]
     if any(word in low for word in TOO_LONG_WORDS):
         return TooLong(last)
     if "traceback" not in low:
@@ -275,13 +325,24 @@ def _raise_for_status(answer: httpx.Response, what: str) -> None:
     )
 
 
+def _object(answer: httpx.Response, what: str) -> dict[str, Any]:
+    try:
+        found = answer.json()
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise Transient(f"{what}: the answer is no JSON object")
+    return found
+
+
 def _detail(answer: httpx.Response) -> str:
-    answer.read()
+    """The server's own words, in one line."""
     try:
         body = answer.json()
     except ValueError:
-        return answer.text[:200].strip() or answer.reason_phrase
-    return str(body.get("detail", body) if isinstance(body, dict) else body)[:500]
+        body = answer.text[:200].strip() or answer.reason_phrase
+    words = str(body.get("detail", body) if isinstance(body, dict) else body)[:500]
+    return " ".join(_without_key(words).split())
 
 
 def _words(error: Exception) -> str:

@@ -1,0 +1,419 @@
+"""The chain of files with an engine that makes its numbers up: every value once, in its place."""
+
+import json
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from examples import (
+    RECORDS,
+    WordTokenizer,
+    model_of,
+    record,
+    sweep_of,
+    write_csv,
+)
+
+from nnsweep import jobs, prompts
+from nnsweep.config import Config
+from nnsweep.engines import Result
+from nnsweep.errors import CheckFailed, NnsweepError, UserError
+from nnsweep.merge import assemble, merge_chunks, read_parts
+from nnsweep.plan import Settings, keys_of
+from nnsweep.sweep import axis_kinds
+from nnsweep.tables import part_schema, read_json, read_table, values_schema, write_json, write_table
+
+WRITE = {"site": "resid_post", "layer": "$layer", "position": "$position", "set": "donor"}
+AXES = {"layer": [0, 1, 2], "position": ["last", "subject"]}
+BAD = [
+    record(7, "The town of {} is", "The town of {} is", "Lagos", "Mali") | {"word": "Nowhere"},
+    record(8, "The town of {} is", "The town of {} is", "Minsk", "Kyiv") | {"base_answer": "a b"},
+]
+
+
+def number(point, row):
+    """What the made-up engine says of a point on a row."""
+    return zlib.crc32(f"{point} {row}".encode()) / 2**32
+
+
+class MadeUp:
+    """An engine without a model; controls give the same number on every run."""
+
+    def run(self, chunk, report):
+        values = [
+            [0.5 if point.startswith("control:") else number(point, row)]
+            for point, row in keys_of(chunk)
+        ]
+        facts = {
+            "device": "cpu",
+            "device_name": "cpu",
+            "dtype": "float32",
+            "attention": "sdpa",
+            "threads": 1,
+            "versions": {},
+            "seconds_run": 0.0,
+        }
+        return Result(torch.tensor(values), facts, [])
+
+
+class Chain:
+    """One results folder and the rules that fill it."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.engine = folder, MadeUp()
+        monkeypatch.setattr(jobs, "open_engine", lambda *_: self.engine)
+
+    def sweep(self, records, **changes):
+        path = write_csv(self.folder / "prompts.csv", records)
+        plain = {"axes": AXES, "writes": [WRITE], "on_bad_row": "exclude"}
+        where = {"file": str(path), "text": "base", "donor": "source"}
+        answers = {"target": "source_answer", "foil": "base_answer"}
+        return sweep_of(**plain | changes, prompts=where | {"answers": answers})
+
+    def plan(self, sweep, results, **settings):
+        rows = prompts.prepare_rows(sweep, self.folder / "prompts.csv", WordTokenizer(), 0)
+        table = prompts.to_table(rows)
+        write_table(results / "prompts.parquet", table, table.schema)
+        write_json(results / "model.json", model_of())
+        return jobs.expand_sweep(
+            sweep, Settings(**settings), results / "model.json", results / "prompts.parquet", results
+        )
+
+    def run(self, sweep, name="results", **settings):
+        results = self.folder / name
+        plan = self.plan(sweep, results, **settings)
+        for chunk in [*plan.chunks, *([plan.controls] if plan.controls else [])]:
+            self.run_chunk(results, chunk["chunk_id"])
+        return results, plan
+
+    def run_chunk(self, results, name):
+        folder = results / "local" / "chunks"
+        chunk = results / "chunks" / f"{name}.json"
+        part, facts = (folder / f"{name}.{ending}" for ending in ("parquet", "json"))
+        jobs.run_chunk(chunk, "local", Config(), part, facts)
+
+    def values(self, sweep, name="results", **settings):
+        results, _ = self.run(sweep, name, **settings)
+        merge_chunks(sweep, results, "local", results / "local")
+        return results / "local" / "values.parquet"
+
+
+@pytest.fixture
+def chain(tmp_path, monkeypatch):
+    return Chain(tmp_path, monkeypatch)
+
+
+def read(path, sweep):
+    return read_table(path, values_schema(axis_kinds(sweep), list(sweep.measures))).to_pylist()
+
+
+# --- the merged table -------------------------------------------------------------------------
+
+
+def test_every_value_stands_in_its_place(chain):
+    sweep = chain.sweep(RECORDS)
+    rows = read(chain.values(sweep), sweep)
+    points = read_table(chain.folder / "results" / "points.parquet").to_pylist()
+    lines = prompts.from_table(read_table(chain.folder / "results" / "prompts.parquet"))
+    expected = [(point, line) for point in points for line in lines]
+    assert len(rows) == len(expected) == 6 * len(RECORDS)
+    for row, (point, line) in zip(rows, expected, strict=True):
+        assert (row["point_id"], row["row_id"]) == (point["point_id"], line.row_id)
+        assert (row["layer"], row["position"]) == (point["layer"], point["position"])
+        assert row["status"] == "ok"
+        made_up = number(point["point_key"], line.row_key)
+        assert row["logit_diff"] == pytest.approx(made_up, abs=1e-6)
+
+
+def test_excluded_rows_stay_with_their_reason(chain):
+    sweep = chain.sweep([RECORDS[0], BAD[0], RECORDS[2], BAD[1]])
+    rows = read(chain.values(sweep), sweep)
+    found = {(row["position"], row["row_id"]): row for row in rows if row["layer"] == 0}
+    assert found["last", "row-7"]["status"] == "ok"
+    assert found["subject", "row-7"]["status"] == "excluded"
+    assert "'Nowhere' is not in" in found["subject", "row-7"]["reason"]
+    assert found["subject", "row-7"]["logit_diff"] is None
+    for position in AXES["position"]:
+        assert found[position, "row-8"]["status"] == "excluded"
+        assert "has 2 tokens" in found[position, "row-8"]["reason"]
+    assert [row["row_id"] for row in rows[:4]] == ["row-0", "row-7", "row-2", "row-8"]
+
+
+def test_bytes_depend_on_values_alone(chain):
+    sweep = chain.sweep([*RECORDS, *BAD])
+    cuts = [(2, 1), (2, 7), (64, 1000), (1, 3)]
+    tables = {
+        chain.values(sweep, f"r{i}", batch_rows=rows, chunk_passes=passes).read_bytes()
+        for i, (rows, passes) in enumerate(cuts)
+    }
+    assert len(tables) == 1
+
+
+def test_reordered_rows_bring_the_same_values_by_key(chain):
+    sweep = chain.sweep(RECORDS)
+    before = read(chain.values(sweep, "before"), sweep)
+    after = read(chain.values(chain.sweep(RECORDS[::-1]), "after"), sweep)
+    assert after != before
+
+    def by_key(rows):
+        return sorted(rows, key=lambda row: (row["point_id"], row["row_id"]))
+
+    assert by_key(after) == by_key(before)
+
+
+def test_two_rows_of_one_content_have_one_value_or_are_refused(chain):
+    sweep = chain.sweep([*RECORDS, RECORDS[0] | {"row_id": "twin"}])
+    try:
+        rows = read(chain.values(sweep), sweep)
+    except UserError as error:
+        assert "twin" in str(error)
+        return
+    values = {row["row_id"]: row["logit_diff"] for row in rows[: len(RECORDS) + 1]}
+    assert values["twin"] == values["row-0"]
+
+
+def test_nothing_of_the_run_is_in_the_values(chain):
+    sweep = chain.sweep(RECORDS)
+    schema = read_table(chain.values(sweep)).schema
+    assert schema.names == [
+        "point_id",
+        "layer",
+        "position",
+        "row_id",
+        "status",
+        "reason",
+        "logit_diff",
+    ]
+    assert not schema.metadata
+
+
+def test_the_run_record_counts(chain):
+    sweep = chain.sweep([*RECORDS, *BAD])
+    chain.values(sweep)
+    run = read_json(chain.folder / "results" / "local" / "run.json")
+    assert run["engine"] == "local"
+    assert run["points"] == 6
+    # Row 7 is excluded at one of two positions, row 8 at both.
+    assert run["values"] == {"ok": 33, "excluded": 9, "error": 0}
+    assert all(control["holds"] for control in run["controls"].values())
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def test_a_missing_value_is_named(chain):
+    sweep = chain.sweep(RECORDS)
+    results, plan = chain.run(sweep, chunk_passes=2)
+    names = [chunk["chunk_id"] for chunk in plan.chunks]
+    parts = read_parts(results / "local" / "chunks", names[1:], ["logit_diff"])
+    with pytest.raises(CheckFailed, match=r"\d+ of 30 values are missing, the first is point"):
+        assemble(sweep, results, parts)
+
+
+def test_a_value_that_came_twice_is_named(chain):
+    sweep = chain.sweep(RECORDS)
+    results, plan = chain.run(sweep)
+    names = [chunk["chunk_id"] for chunk in plan.chunks]
+    with pytest.raises(CheckFailed, match="came back twice"):
+        read_parts(results / "local" / "chunks", names + names, ["logit_diff"])
+
+
+def test_a_value_that_was_not_asked_for_is_refused(chain):
+    sweep = chain.sweep(RECORDS)
+    results, plan = chain.run(sweep)
+    names = [chunk["chunk_id"] for chunk in plan.chunks]
+    parts = read_parts(results / "local" / "chunks", names, ["logit_diff"])
+    stranger = parts.iloc[[0]].assign(point_key="stranger")
+    with pytest.raises(CheckFailed, match="31 values came back, 30 were asked for"):
+        assemble(sweep, results, type(parts)(_stacked(parts, stranger)))
+
+
+def _stacked(*frames):
+    return {name: [v for frame in frames for v in frame[name]] for name in frames[0].columns}
+
+
+def test_a_part_of_another_sweep_is_refused(chain):
+    sweep = chain.sweep(RECORDS)
+    results, plan = chain.run(sweep)
+    name = plan.chunks[0]["chunk_id"]
+    other = part_schema(["kl"])
+    write_table(results / "local" / "chunks" / f"{name}.parquet", other.empty_table(), other)
+    with pytest.raises(NnsweepError, match="columns are not those asked for"):
+        read_parts(results / "local" / "chunks", [name], ["logit_diff"])
+
+
+def test_a_broken_control_leaves_no_values(chain):
+    sweep = chain.sweep(RECORDS)
+
+    class Broken(MadeUp):
+        def run(self, chunk, report):
+            result = super().run(chunk, report)
+            for i, (point, _) in enumerate(keys_of(chunk)):
+                if point == "control:zero_steer":
+                    result.values[i] += 1
+            return result
+
+    chain.engine = Broken()
+    with pytest.raises(CheckFailed, match="null control zero_steer does not hold"):
+        chain.values(sweep)
+    assert not (chain.folder / "results" / "local" / "values.parquet").exists()
+
+
+@pytest.mark.parametrize("lost", [1, -1])
+def test_an_engine_that_returns_another_number_of_values_leaves_no_part(chain, lost):
+    sweep = chain.sweep(RECORDS)
+
+    class Careless(MadeUp):
+        def run(self, chunk, report):
+            result = super().run(chunk, report)
+            values = result.values[:-1] if lost > 0 else result.values.repeat(2, 1)
+            return Result(values, result.facts, [])
+
+    chain.engine = Careless()
+    with pytest.raises(NnsweepError, match=r"values were asked for, \d+ came back"):
+        chain.run(sweep)
+    assert not (chain.folder / "results" / "local").exists()
+
+
+# --- growth on disk ---------------------------------------------------------------------------
+
+
+def test_a_grown_sweep_keeps_the_files_of_its_chunks(chain):
+    small = chain.sweep(RECORDS, axes=AXES | {"layer": [0, 1]})
+    results, first = chain.run(small, chunk_passes=3, batch_rows=2)
+    whole = chain.sweep(RECORDS)
+    second = chain.plan(whole, results, chunk_passes=3, batch_rows=2)
+    kept = {chunk["chunk_id"] for chunk in first.chunks}
+    assert kept <= {chunk["chunk_id"] for chunk in second.chunks}
+    new = [chunk["chunk_id"] for chunk in second.chunks if chunk["chunk_id"] not in kept]
+    for name in [*new, second.controls["chunk_id"]]:
+        chain.run_chunk(results, name)
+    merge_chunks(whole, results, "local", results / "local")
+    fresh = chain.values(whole, "fresh", chunk_passes=3, batch_rows=2)
+    assert (results / "local" / "values.parquet").read_bytes() == fresh.read_bytes()
+
+
+def test_planning_twice_writes_the_same_files(chain):
+    sweep = chain.sweep([*RECORDS, *BAD])
+    results = chain.folder / "results"
+    chain.plan(sweep, results)
+    before = {path: path.read_bytes() for path in results.rglob("*") if path.is_file()}
+    chain.plan(sweep, results)
+    after = {path: path.read_bytes() for path in results.rglob("*") if path.is_file()}
+    assert after == before
+
+
+# --- one chunk's rows -------------------------------------------------------------------------
+
+SPECS = [
+    {"name": "diff", "kind": "logit_diff"},
+    {"name": "rec", "kind": "recovery", "of": "diff", "min_gap": 0.1},
+]
+
+
+def part_of(*values):
+    keys = [(f"p{i}", "row") for i in range(len(values))]
+    return jobs.part_table({"measures": SPECS}, keys, torch.tensor(values), {}).to_pylist()
+
+
+def test_a_recovery_without_a_gap_is_null_with_a_reason():
+    """Case C16."""
+    (row,) = part_of([0.25, float("nan")])
+    assert row["status"] == "ok"
+    assert row["diff"] == 0.25
+    assert row["rec"] is None
+    assert "clean and donor differ in diff by less than 0.1" in row["reason"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_no_number_is_an_error_and_not_a_number(value):
+    good, bad = part_of([1.0, 2.0], [value, 0.5])
+    assert (good["status"], good["reason"], good["diff"], good["rec"]) == ("ok", None, 1.0, 2.0)
+    assert (bad["status"], bad["diff"], bad["rec"]) == ("error", None, 0.5)
+    assert bad["reason"] == "diff is not finite"
+
+
+def test_a_point_that_failed_keeps_its_place_and_its_reason():
+    values = torch.tensor([[1.0, 2.0], [float("nan"), float("nan")]])
+    keys = [("p0", "row"), ("p1", "row")]
+    good, bad = jobs.part_table({"measures": SPECS}, keys, values, {1: "index 9"}).to_pylist()
+    assert (good["status"], good["reason"]) == ("ok", None)
+    assert (bad["status"], bad["reason"], bad["diff"], bad["rec"]) == ("error", "index 9", None, None)
+
+
+def test_part_tables_have_the_declared_schema():
+    values = torch.tensor([[float("nan"), float("nan")]])
+    table = jobs.part_table({"measures": SPECS}, [("p", "r")], values, {})
+    assert table.schema.equals(part_schema(["diff", "rec"]))
+    assert table["diff"].null_count == 1
+
+
+# --- vectors ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def vector(tmp_path):
+    """Write a tensor to a safetensors file and read it as a sweep does."""
+    from safetensors.torch import save_file
+
+    def load(tensor, layer=0, key="vector"):
+        save_file({"vector": tensor}, tmp_path / "v.safetensors")
+        return jobs.load_vector({"file": str(tmp_path / "v.safetensors"), "key": key}, layer)
+
+    return load
+
+
+def test_a_vector_is_read_by_layer_or_whole(vector):
+    table = torch.arange(6, dtype=torch.float32).reshape(3, 2)
+    assert vector(table[1]) == [2.0, 3.0]
+    assert [vector(table, layer) for layer in range(3)] == table.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.bfloat16])
+def test_a_vector_of_any_dtype_is_read(vector, dtype):
+    assert vector(torch.tensor([1.0, -2.0]).to(dtype)) == [1.0, -2.0]
+
+
+def test_a_vector_that_is_no_vector_is_refused(vector):
+    refused = [
+        (torch.ones(2, 2, 2), 0, "vector"),
+        (torch.ones(2, 2), 2, "vector"),
+        (torch.ones(2, 2), None, "vector"),
+        (torch.tensor([1.0, float("nan")]), 0, "vector"),
+        (torch.tensor([float("inf")]), 0, "vector"),
+        (torch.ones(2), 0, "direction"),
+    ]
+    for tensor, layer, key in refused:
+        with pytest.raises(UserError, match=r"v\.safetensors"):
+            vector(tensor, layer, key)
+
+
+def test_a_missing_vector_file_is_refused(tmp_path):
+    (tmp_path / "junk.safetensors").write_bytes(b"junk")
+    for name in ("none.safetensors", "junk.safetensors"):
+        with pytest.raises(UserError, match=name):
+            jobs.load_vector({"file": str(tmp_path / name), "key": "vector"}, 0)
+
+
+# --- documents on disk ------------------------------------------------------------------------
+
+
+def test_a_sweep_is_named_as_its_file(tmp_path, repository):
+    shipped = repository / "config" / "sweeps" / "capitals_layers.yaml"
+    assert jobs.read_sweep(shipped).name == "capitals_layers"
+    (tmp_path / "other.yaml").write_bytes(shipped.read_bytes())
+    with pytest.raises(UserError, match="Name the sweep as its file: other"):
+        jobs.read_sweep(tmp_path / "other.yaml")
+
+
+def test_points_are_written_with_typed_axes(chain):
+    sweep = chain.sweep(RECORDS)
+    chain.plan(sweep, chain.folder / "results")
+    table = read_table(chain.folder / "results" / "points.parquet")
+    assert table.schema.field("layer").type == pa.int32()
+    assert table.schema.field("position").type == pa.string()
+    writes = [json.loads(text) for text in table["writes"].to_pylist()]
+    assert writes[1][0] == {"site": "resid_post", "layer": 0, "position": "subject", "set": "donor"}
+    assert len(np.unique(table["point_id"].to_numpy(zero_copy_only=False))) == 6

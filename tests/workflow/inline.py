@@ -1,0 +1,27 @@
+"""The rules' functions one after the other in this process: no job of its own for each."""
+
+from pathlib import Path
+
+from nnsweep import jobs
+from nnsweep.config import read_config
+from nnsweep.merge import merge_chunks
+from nnsweep.plan import Plan
+from workflow.project import Project
+
+
+def run_inline(project: Project, results: Path, **config) -> Plan:
+    """Prompts to values.parquet in `results`, with the project's model (prepared before).
+
+    The working directory must be the project's folder.
+    """
+    sweep = jobs.read_sweep(project / "config/sweeps/tiny.yaml")
+    settings = read_config({"device": "cpu", "threads": 1, "chunk_passes": 6} | config)
+    model, prompts = project.results / "model.json", results / "prompts.parquet"
+    jobs.prepare_prompts(sweep, model, prompts)
+    plan = jobs.expand_sweep(sweep, jobs.settings_of(settings), model, prompts, results)
+    out = results / "local"
+    for name in [chunk["chunk_id"] for chunk in (*plan.chunks, plan.controls)]:
+        part, facts = out / f"chunks/{name}.parquet", out / f"chunks/{name}.json"
+        jobs.run_chunk(results / f"chunks/{name}.json", "local", settings, part, facts)
+    merge_chunks(sweep, results, "local", out)
+    return plan

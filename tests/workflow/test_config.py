@@ -1,0 +1,102 @@
+"""Values given on the command line: the right type, or refused naming the key and the value."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from workflow.project import Done, command, copy_workflow
+
+REFUSED = {
+    # Cases that broke systems of this kind: what Snakemake makes of each is not what it looks like.
+    "layers=[0,1,2]": ("layers", "0"),
+    "remote=true": ("remote", "true"),
+    "engine=NDIF": ("engine", "NDIF"),
+    "engnie=ndif": ("engnie", "ndif", "did you mean 'engine'"),
+    "seed=007": ("seed", "7"),
+    "revision=1e5": ("revision", "100000.0"),
+    "chunk_size=0": ("chunk_size", "0"),
+    "alpha=nan": ("alpha", "nan"),
+    "engine=": ("engine", "None"),
+    "sweep={layers: [7]}": ("sweep", "layers", "7"),
+    # The same kinds on keys that exist.
+    "chunk_passes=0": ("chunk_passes", "0", "1"),
+    "batch_rows=1e2": ("batch_rows", "100.0"),
+    "threads=true": ("threads", "true"),
+    "threads=-1": ("threads", "-1"),
+    "sweep=007": ("sweep", "7"),
+    "sweep=nosuch": ("config/sweeps/nosuch.yaml",),
+    "sweep=../secret": ("sweep", "../secret"),
+    "bootstrap={confidence: 2}": ("bootstrap.confidence", "2"),
+    "bootstrap={resamples: many}": ("bootstrap.resamples", "many"),
+    "bootstrap={resample: 9}": ("bootstrap.resample", "9", "did you mean 'resamples'"),
+}
+ACCEPTED = ["engine=reference", "threads=3", "recompute=exact"]
+NESTED = "bootstrap={confidence: 0.9}"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory):
+    """A dry run with each pair (two at a time), and the folder they ran in."""
+    clone = copy_workflow(tmp_path_factory.mktemp("config") / "project")
+
+    def dry_run(pair: str) -> Done:
+        return command("snakemake", "-n", "--nocolor", "--config", pair, cwd=clone.root)
+
+    pairs = [*REFUSED, *ACCEPTED, NESTED]
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(pairs, pool.map(dry_run, pairs), strict=True))
+    return clone, found
+
+
+@pytest.mark.parametrize(("pair", "texts"), REFUSED.items(), ids=REFUSED)
+def test_refused_naming_key_and_value(outcomes, pair, texts):
+    message = refusal(outcomes[1][pair])
+    for text in texts:
+        assert text in message
+
+
+def refusal(done: Done) -> str:
+    """The line that says why nothing was planned."""
+    assert done.code != 0
+    lines = done.out.splitlines()
+    (place,) = [i for i, line in enumerate(lines) if line.startswith("WorkflowError")]
+    assert "Traceback" not in done.out
+    assert done.jobs("total") == 0
+    return lines[place + 1]
+
+
+def test_a_nested_number_is_taken_as_one_or_refused_in_one_line(outcomes):
+    """Snakemake gives nested numbers as strings."""
+    done = outcomes[1][NESTED]
+    if done.code:
+        message = refusal(done)
+        assert "bootstrap.confidence" in message
+        assert "0.9" in message
+
+
+@pytest.mark.parametrize("pair", ACCEPTED)
+def test_accepted(outcomes, pair):
+    done = outcomes[1][pair]
+    assert done.code == 0, done.out
+    assert done.jobs("run_chunk") + done.jobs("expand_sweep") > 0
+
+
+def test_nothing_was_written(outcomes):
+    clone, _ = outcomes
+    for name in ("results", "logs", "benchmarks"):
+        assert not (clone / name).exists()
+
+
+def test_accepted_values_reach_their_rules(copied):
+    """Each value changes the jobs that depend on it, and only those."""
+    path = copied / "config/config.yaml"
+    shipped = path.read_text()
+    path.write_text(shipped + "\nbootstrap: {confidence: 0.9}\n")
+    interval = copied.run("-n")
+    assert interval.jobs("summarize") == 1, interval.out
+    assert interval.jobs("merge_chunks") == interval.jobs("run_chunk") == 0
+    path.write_text(shipped)
+    assert copied.run("-n").idle
+    threads = copied.run("-n", threads=2)
+    assert threads.jobs("run_chunk") == 3
+    assert threads.jobs("expand_sweep") == threads.jobs("prepare_prompts") == 0
