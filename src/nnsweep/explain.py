@@ -75,7 +75,8 @@ def _remote(model: Plain, plan: Plan) -> Iterator[str]:
     chunks = [*plan.chunks, *([plan.controls] if plan.controls else [])]
     sent = sum(len(pack(shell, chunk)) for chunk in chunks)
     values = sum(len(keys_of(chunk)) * len(chunk["measures"]) for chunk in chunks)
-    yield f"  requests        {len(chunks)} and one trial session (one trace a point: {len(plan.points)})"
+    naive = len(plan.points)
+    yield f"  requests        {len(chunks)} and one trial session (one trace a point: {naive})"
     yield f"  bytes           {sent:,} sent, about {4 * values + 2000 * len(chunks):,} home"
 
 
