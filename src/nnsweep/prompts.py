@@ -136,6 +136,7 @@ def prepare_rows(sweep: Sweep, path: Path, tokenizer: Any, context: int) -> list
     _refuse_doubles(rows, path)
     for row in rows:
         row.row_key = row.key()
+    _exclude_twins(rows)
     _apply_policy(sweep, rows, path)
     return rows
 
@@ -146,6 +147,16 @@ def _refuse_doubles(rows: list[PromptRow], path: Path) -> None:
         if row.row_id in seen:
             raise UserError(f"{path}: row_id '{row.row_id}' stands twice. Name every row once.")
         seen.add(row.row_id)
+
+
+def _exclude_twins(rows: list[PromptRow]) -> None:
+    """The same prompt twice would count twice in every mean."""
+    first: dict[str, str] = {}
+    for row in rows:
+        if row.reason is None:
+            twin = first.setdefault(row.row_key, row.row_id)
+            if twin != row.row_id:
+                row.reason = f"the same prompt, answers and positions as row {twin}"
 
 
 def _apply_policy(sweep: Sweep, rows: list[PromptRow], path: Path) -> None:

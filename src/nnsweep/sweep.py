@@ -307,8 +307,25 @@ def _bad_measures(sweep: Sweep) -> list[str]:
     return problems
 
 
+RESERVED = {
+    *("point_id", "point_key", "row_id", "row_key", "status", "reason", "writes", "excluded"),
+    *("measure", "n", "mean", "std", "ci_low", "ci_high", "a", "b", "distance", "ulps", "class"),
+}
+"""Columns of our tables, which no axis and no measure may be called."""
+
+
 def _bad_axes(sweep: Sweep) -> list[str]:
-    problems = []
+    names = [*sweep.axes, *sweep.measures]
+    problems = [
+        f"'{n}' is a column of every table. Call the axis or measure otherwise"
+        for n in names
+        if n in RESERVED
+    ]
+    problems += [
+        f"'{n}' is both an axis and a measure. Rename one"
+        for n in sweep.axes
+        if n in sweep.measures
+    ]
     zipped = [name for group in sweep.zip for name in group]
     for name in zipped + [key for rule in sweep.exclude for key in rule]:
         if name not in sweep.axes:

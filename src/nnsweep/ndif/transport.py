@@ -224,7 +224,7 @@ class _Clock:
 
     def silent(self, why: str) -> None:
         """Note an unanswered poll; raise when the server has been silent for too long."""
-        limit = max(3 * self.deadlines.connect, 5.0)
+        limit = 3 * self.deadlines.connect
         if time.monotonic() - self.heard > limit:
             raise Unfinished(f"no word of the job for {limit:.0f} s ({why})")
 
