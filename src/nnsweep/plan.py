@@ -260,11 +260,16 @@ class _Context:
         return min(min(self.rows[i].positions[name].base) for i in block for name in names)
 
     def _pass(
-        self, block: tuple[int, ...], points: Sequence[Point], resume: int, start: int
+        self,
+        block: tuple[int, ...],
+        points: Sequence[Point],
+        resume: int,
+        start: int,
+        more: Any = None,
     ) -> Plain:
         keys = [point.point_key for point in points]
         row_keys = [self.rows[i].row_key for i in block]
-        facts = [SEMANTICS, keys, row_keys, resume, start, self.measures]
+        facts = [SEMANTICS, keys, row_keys, resume, start, self.measures, more]
         edits = [
             _seeded(edit, row_keys) | {"slot": slot}
             for slot, point in enumerate(points)
@@ -390,7 +395,8 @@ class _Context:
         point = Point(key, key, {}, [], edits, block)
         resume = min((edit["resume"] for edit in edits), default=0)
         start = self._start(like, block) if like else 0
-        return self._pass(block, [point], resume, start)
+        # The key of a control says nothing of its model and places, its pass must.
+        return self._pass(block, [point], resume, start, [identity(self.model), edits])
 
     def _self_patch(self, point: Point) -> list[Plain]:
         return [edit | {"op": "set", "operand": {"kind": "self"}} for edit in point.edits]
