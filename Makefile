@@ -57,7 +57,7 @@ lint: .venv/nnsweep .venv/dev ## Format and type checks, snakefmt, snakemake --l
 	@$(BIN)/snakefmt --check Snakefile workflow
 	@$(SNAKEMAKE) --lint
 
-bench: .venv/nnsweep .venv/dev ## Compare with hand-written hooks and with plain nnsight
+bench: .venv/nnsweep .venv/dev ## Compare with hand-written hooks and plain nnsight (bench/ndif.py: remote)
 	@PATH="$(BIN):$$PATH" $(PY) bench/run.py
 
 schemas: .venv/nnsweep ## Write workflow/schemas and config/README.md from the models
