@@ -90,9 +90,11 @@ def clean_run(model, shape, ids, at, captures, starts, caching):
     steps += [([resume - 1, 5], "resid", resume) for resume in starts if resume]
     steps.sort(key=lambda step: step[0])
     found = {"resid": {}}
-    trace_clean(
-        model, shape, tokens, forward_inputs(shape, tokens, 0, at), steps, starts, found, caching
-    )
+    kept = at + [
+        int(token) for one in captures if one["tap"]["side"] == "logits" for token in one["tokens"]
+    ]
+    inputs = forward_inputs(shape, tokens, 0, kept)
+    trace_clean(model, shape, tokens, inputs, steps, starts, found, caching)
     found["logits"] = pick(found["logits"], at, tokens.shape[1])
     return found
 
@@ -101,11 +103,13 @@ def trace_clean(model, shape, tokens, inputs, steps, starts, found, caching):
     with model.trace(tokens, use_cache=caching, **inputs):
         for _, kind, step in steps:
             if kind == "capture":
-                seen = read(model, step["tap"])
-                found[step["key"]] = seen[step["rows"], step["tokens"]].clone()
+                seen = read(model, step["tap"], len(tokens))
+                shift = tokens.shape[1] - seen.shape[1]
+                found[step["key"]] = seen[step["rows"], step["tokens"] - shift].clone()
             else:
-                stream = tensor_of(layer_at(model, shape, step - 1).output)
-                found["resid"][step] = stream[:, starts[step] :].clone()
+                output = layer_at(model, shape, step - 1).output
+                found["more"] = 0 if isinstance(output, torch.Tensor) else len(output) - 1
+                found["resid"][step] = tensor_of(output)[:, starts[step] :].clone()
         if caching:
             found["cache"] = model.output.past_key_values
         found["logits"] = model.output.logits.detach()
@@ -140,7 +144,14 @@ def run_pass(model, shape, block, item, state, means):
     points, start, resume = len(item["points"]), item["start"], item["resume"]
     tokens = torch.tensor(block["ids"]).repeat(points, 1)
     at = block["measured"] * points
-    inputs = forward_inputs(shape, tokens, start, at)
+    written = [
+        token
+        for edit in item["edits"]
+        if edit["tap"]["side"] == "logits"
+        for tokens_of_row in block["positions"][edit["position"]]["base"]
+        for token in tokens_of_row
+    ]
+    inputs = forward_inputs(shape, tokens, start, at + written)
     if start:
         inputs["past_key_values"] = prefix(state["clean"]["cache"], points, start)
     edits = sorted(item["edits"], key=lambda edit: edit["tap"]["order"])
@@ -151,21 +162,13 @@ def run_pass(model, shape, block, item, state, means):
         hidden = state["clean"]["resid"][resume][:, start - first :].repeat(points, 1, 1)
         for edit in early:
             apply(hidden, edit, block, state, means, start)
+        # A family whose layers hand out tuples must get a tuple back from a skipped one.
+        more = state["clean"]["more"]
+        hidden = (hidden, *[None] * more) if more else hidden
     late = grouped([edit for edit in edits if edit not in early])
-    found = {}
+    found, suffix = {}, tokens[:, start:]
     trace_pass(
-        model,
-        shape,
-        tokens[:, start:],
-        inputs,
-        resume,
-        hidden,
-        late,
-        block,
-        state,
-        means,
-        start,
-        found,
+        model, shape, suffix, inputs, resume, hidden, late, block, state, means, start, found
     )
     return pick(found["logits"], at, tokens.shape[1])
 
@@ -185,14 +188,14 @@ def grouped(edits):
 
 
 def trace_pass(
-    model, shape, tokens, inputs, resume, hidden, late, block, state, means, start, found
+    model, shape, tokens, inputs, resume, skipped, late, block, state, means, start, found
 ):
     with model.trace(tokens, use_cache=start > 0, **inputs):
         for layer in range(resume):
-            layer_at(model, shape, layer).skip(hidden)
+            layer_at(model, shape, layer).skip(skipped)
         for edits in late:
             if edits[0]["tap"]["side"] != "logits":
-                rewrite(model, edits, block, state, means, start)
+                rewrite(model, edits, block, state, means, start, len(tokens))
         logits = model.output.logits.detach()
         for edits in late:
             if edits[0]["tap"]["side"] == "logits":
@@ -202,14 +205,15 @@ def trace_pass(
         found["logits"] = logits
 
 
-def rewrite(model, edits, block, state, means, start):
+def rewrite(model, edits, block, state, means, start, rows):
     """Read one place, apply all edits to a copy, put the copy in its place."""
     tap = edits[0]["tap"]
     module = module_at(model, tap["path"])
     old = module.input if tap["side"] == "input" else module.output
-    new = tensor_of(old).clone()
+    stream = activation(old, rows).clone()
     for edit in edits:
-        apply(new, edit, block, state, means, start)
+        apply(stream, edit, block, state, means, start)
+    new = stream.reshape(tensor_of(old).shape)
     if tap["side"] == "input":
         module.input = new
     else:
@@ -317,11 +321,17 @@ def tensor_of(value):
     return value if isinstance(value, torch.Tensor) else value[0]
 
 
-def read(model, tap):
+def read(model, tap, rows):
     if tap["side"] == "logits":
         return model.output.logits
     module = module_at(model, tap["path"])
-    return tensor_of(module.input if tap["side"] == "input" else module.output)
+    return activation(module.input if tap["side"] == "input" else module.output, rows)
+
+
+def activation(value, rows):
+    """The activation as (rows, tokens, width); some families fold rows and tokens into one."""
+    found = tensor_of(value)
+    return found if found.dim() == 3 else found.reshape(rows, -1, found.shape[-1])
 
 
 def forward_inputs(shape, tokens, start, at):

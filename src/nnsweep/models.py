@@ -190,16 +190,12 @@ def describe(folder: Path, attention: str) -> dict[str, Any]:
 
     Returns:
         family, layers, heads, kv_heads, head_dim, hidden, vocab, context, parameters; whether
-        forward takes logits_to_keep and position_ids; layer_path, sites and refused (see
+        forward takes logits_to_keep and position_ids; window, layer_path, sites and refused (see
         `nnsweep.sites.site_table`).
     """
     import inspect
 
-    from nnsweep.nnterp_compat import load_nnterp
-
-    shell = load_nnterp().StandardizedTransformer(
-        str(folder), check_renaming=False, allow_dispatch=False, attn_implementation=attention
-    )
+    shell = _shell(folder, attention)
     module = shell._module
     config = module.config.get_text_config()
     sizes = _sizes(config, shell)
@@ -212,10 +208,36 @@ def describe(folder: Path, attention: str) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "logits_to_keep": "logits_to_keep" in accepted,
         "position_ids": "position_ids" in accepted,
+        "window": _window(config),
         "layer_path": _paths(shell)["layer"],
         "sites": sites,
         "refused": refused,
     }
+
+
+def _shell(folder: Path, attention: str) -> Any:
+    """The model under nnterp's names, without weights."""
+    from nnsweep.nnterp_compat import load_nnterp
+
+    try:
+        return load_nnterp().StandardizedTransformer(
+            str(folder), check_renaming=False, allow_dispatch=False, attn_implementation=attention
+        )
+    except ValueError as error:
+        if "attention" not in str(error):
+            raise
+        raise UserError(
+            f"model.attention: this family has no {attention} attention. Set attention: eager."
+        ) from None
+
+
+def _window(config: Any) -> int | None:
+    """Tokens that a sliding layer looks back over, or None where every layer sees all."""
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if window is None or (kinds is not None and not any("sliding" in kind for kind in kinds)):
+        return None
+    return int(window)
 
 
 def _sizes(config: Any, shell: Any) -> dict[str, int]:

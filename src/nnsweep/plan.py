@@ -15,7 +15,7 @@ from nnsweep import SEMANTICS
 from nnsweep.errors import UserError
 from nnsweep.prompts import PromptRow
 from nnsweep.sites import resumes_at, tap
-from nnsweep.sweep import Sweep, TextPosition, expand
+from nnsweep.sweep import Sweep, TextPosition, expand, uses_donor
 from nnsweep.tables import digest
 
 Plain = dict[str, Any]
@@ -127,7 +127,7 @@ class _Context:
         self.shape = model["shape"]
         self.references: list[Plain] = []
         self.measures = measure_list(sweep)
-        self.donors = bool(rows and rows[0].donor_ids) and sweep.prompts.donor is not None
+        self.donors = uses_donor(sweep)
 
     # --- points ---------------------------------------------------------------------------
 
@@ -227,8 +227,14 @@ class _Context:
             self._pass(block, group, resume, start)
             for block in self._blocks(rowset)
             for (resume, start), members in self._grouped(mine, block).items()
-            for group in _slices(members, max(1, self.settings.batch_rows // len(block)))
+            for group in _slices(members, self._points_a_pass(block))
         ]
+
+    def _points_a_pass(self, block: Sequence[int]) -> int:
+        """How many points may share a pass; alone, a point keeps the bits of a full pass."""
+        if self.settings.recompute == "exact":
+            return 1
+        return max(1, self.settings.batch_rows // len(block))
 
     def _blocks(self, rowset: Iterable[int]) -> list[tuple[int, ...]]:
         """Rows that may share a pass: equal lengths, at most batch_rows, in order of key."""
@@ -253,8 +259,14 @@ class _Context:
         return groups
 
     def _start(self, point: Point, block: Sequence[int]) -> int:
-        """First token that must be computed anew (0: all)."""
-        if self.settings.recompute == "exact" or not point.edits:
+        """First token that must be computed anew (0: all).
+
+        A layer with a sliding window keeps only the keys inside it, so a prompt that is longer
+        than the window is computed from its first token on.
+        """
+        window, width = self.shape["window"], len(self.rows[block[0]].ids)
+        beyond = window is not None and width >= window
+        if self.settings.recompute == "exact" or not point.edits or beyond:
             return 0
         names = [edit["position"] for edit in point.edits] + [self.sweep.measure_at]
         return min(min(self.rows[i].positions[name].base) for i in block for name in names)

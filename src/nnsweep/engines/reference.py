@@ -90,23 +90,24 @@ class ReferenceEngine:
 
         if tap["side"] == "logits":
             inputs = torch.tensor(ids, device=self.device)
-            whole: Tensor = self.module(inputs, attention_mask=torch.ones_like(inputs)).logits
-            return whole
+            logits: Tensor = self.module(inputs, attention_mask=torch.ones_like(inputs)).logits
+            return logits
         self._logits(ids, [0] * len(ids), [(tap, keep)])
-        return seen[0][..., tap["low"] : tap["high"]]
+        whole = seen[0].reshape(len(ids), len(ids[0]), -1)
+        return whole[..., tap["low"] : tap["high"]]
 
     def _edit(self, chunk: Plain, block: Plain, edit: Plain) -> Edit:
         """The edit as a function of a whole activation; its operand is computed here, anew."""
         tap, places = edit["tap"], block["positions"][edit["position"]]
         operand = self._operand(chunk, block, edit)
 
-        def write(value: Tensor) -> Tensor:
-            value = value.clone()
+        def write(given: Tensor) -> Tensor:
+            value = given.clone().reshape(len(block["ids"]), len(block["ids"][0]), -1)
             for row, tokens in enumerate(places["base"]):
                 for k, token in enumerate(tokens):
                     old = value[row, token, tap["low"] : tap["high"]]
                     value[row, token, tap["low"] : tap["high"]] = operand(old, row, k)
-            return value
+            return value.reshape(given.shape)
 
         return write
 

@@ -1,8 +1,8 @@
 """A chunk becomes sessions, and every session one request that survives what can go wrong.
 
 Transient failures are retried with growing pauses; a session that ran too long is split; a bad
-point is isolated by bisection and reported, the others are kept; finished sessions are on disk, so
-that a killed job loses at most one.
+point is isolated by bisection and reported, the others are kept. How each session ended is on disk,
+so that a killed job sends nothing twice.
 """
 
 import json
@@ -34,6 +34,9 @@ Plain = dict[str, Any]
 Report = Callable[[str], None]
 Pack = Callable[[Plain], bytes]
 """A chunk -> the payload of one session."""
+
+FAILURES = {kind.__name__: kind for kind in (TooLong, BadSession)}
+"""How a session can end that is not sent again as it is."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Sessions:
     def _smaller(self, part: Plain, error: TooLong) -> list[Plain]:
         halves = _halves(part)
         if not halves:
+            self._forget(part)
             raise NnsweepError(f"one point alone is too much for the server: {error}")
         self.report(f"the session is split: {error}")
         return halves
@@ -102,6 +106,8 @@ class Sessions:
         try:
             self._session(canary(part))
         except (BadSession, TooLong):
+            self._forget(part)
+            self._forget(canary(part))
             raise Refused(
                 f"NDIF fails on a session without writes too: {error}. Compare the versions with "
                 "`nnsweep ndif status`."
@@ -119,19 +125,34 @@ class Sessions:
 
     def _session(self, part: Plain) -> np.ndarray:
         """One session's values: from disk if it was finished before, else from the server."""
-        name = digest([part["chunk_id"], pass_ids(part), keys_of(part)])
-        stored, journal = self.folder / f"{name}.npy", self.folder / f"{name}.json"
+        stored, journal = self._files(part)
+        known = _read(journal)
         if stored.exists():
             values: np.ndarray = np.load(stored, allow_pickle=False)
-            self._account(part, json.loads(journal.read_text()))
+            self._account(part, known)
             return values
-        record = self._request(part, journal)
+        if "failed" in known:
+            raise FAILURES[known["failed"]](known["why"])
+        try:
+            record = self._request(part, journal)
+        except (TooLong, BadSession) as error:
+            write_json(journal, {"failed": type(error).__name__, "why": str(error)})
+            raise
         values = record.pop("values")
         # The job's id stays in the journal: a kill between the two files loses nothing.
-        write_json(journal, {"job_id": _job_of(journal)} | record)
+        write_json(journal, _read(journal) | record)
         write_atomically(stored, lambda path: _save(path, values))
         self._account(part, record)
         return values
+
+    def _files(self, part: Plain) -> tuple[Path, Path]:
+        """Where a session's values lie, and what is known of its job."""
+        name = digest([part["chunk_id"], pass_ids(part), keys_of(part)])
+        return self.folder / f"{name}.npy", self.folder / f"{name}.json"
+
+    def _forget(self, part: Plain) -> None:
+        """Let the next run try a session anew."""
+        self._files(part)[1].unlink(missing_ok=True)
 
     def _account(self, part: Plain, record: Plain) -> None:
         facts = {"points": len({p for p, _ in keys_of(part)}), "rows": len(keys_of(part))}
@@ -168,7 +189,7 @@ class Sessions:
         return values
 
     def _once(self, blob: bytes, journal: Path) -> tuple[bytes, Timing]:
-        earlier = _job_of(journal)
+        earlier = _read(journal).get("job_id")
         if earlier:
             self.report(f"re-attaching to job {earlier}")
             try:
@@ -188,7 +209,7 @@ class Sessions:
             return transport.wait(job_id, self.budget.deadlines, self.report, known)
         except Unfinished:
             raise
-        except (Transient, TooLong, BadSession, Refused):
+        except (Transient, Refused):
             journal.unlink(missing_ok=True)
             raise
 
@@ -210,11 +231,8 @@ def _record(values: np.ndarray, tries: int, payload: int, timing: Timing) -> Pla
     }
 
 
-def _job_of(journal: Path) -> str | None:
-    if not journal.exists():
-        return None
-    found = json.loads(journal.read_text()).get("job_id")
-    return str(found) if found else None
+def _read(journal: Path) -> Plain:
+    return dict(json.loads(journal.read_text())) if journal.exists() else {}
 
 
 def _save(path: Path, values: np.ndarray) -> None:

@@ -6,8 +6,10 @@ a class that says what to do about it. Host and key are nnsight's own (NDIF_HOST
 its configuration file); the key goes into a request header and nowhere else.
 """
 
+import functools
 import io
 import logging
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -111,6 +113,12 @@ def _without_key(text: str) -> str:
     return text.replace(_key(), "[key]") if _key() else text
 
 
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """The certificates to trust, read once a process and not once a poll."""
+    return httpx.create_ssl_context()
+
+
 def get_json(path: str, connect: float) -> dict[str, Any]:
     """GET a JSON object.
 
@@ -119,7 +127,7 @@ def get_json(path: str, connect: float) -> dict[str, Any]:
         Refused: any other status.
     """
     try:
-        answer = httpx.get(f"{host()}{path}", headers=headers(), timeout=connect)
+        answer = httpx.get(f"{host()}{path}", headers=headers(), timeout=connect, verify=_tls())
     except NO_ANSWER as error:
         raise Transient(f"no answer from the NDIF host for {path} ({_words(error)})") from None
     _raise_for_status(answer, f"GET {path}")
@@ -144,6 +152,7 @@ def submit(blob: bytes, model_key: str, deadlines: Deadlines) -> str:
             files={"blob": ("request", blob, "application/octet-stream")},
             headers=headers() | facts | {"ndif-timestamp": repr(time.time())},
             timeout=limit,
+            verify=_tls(),
         )
     except NO_ANSWER as error:
         raise Transient(f"the request could not be sent ({_words(error)})") from None
@@ -233,7 +242,10 @@ def _poll(job_id: str, clock: _Clock, known: bool) -> dict[str, Any]:
     """The job's latest state; an empty one while the server has none or does not answer."""
     try:
         answer = httpx.get(
-            f"{host()}/response/{job_id}", headers=headers(), timeout=clock.deadlines.connect
+            f"{host()}/response/{job_id}",
+            headers=headers(),
+            timeout=clock.deadlines.connect,
+            verify=_tls(),
         )
     except NO_ANSWER as error:
         clock.silent(_words(error))
@@ -262,7 +274,7 @@ def _download(state: dict[str, Any], clock: _Clock) -> tuple[bytes, Timing]:
     timeout = httpx.Timeout(clock.deadlines.connect, read=clock.deadlines.connect)
     parts = []
     try:
-        with httpx.stream("GET", url, timeout=timeout) as answer:
+        with httpx.stream("GET", url, timeout=timeout, verify=_tls()) as answer:
             if answer.is_client_error:
                 raise Transient(f"the result is gone (status {answer.status_code})")
             if not answer.is_success:
