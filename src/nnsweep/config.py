@@ -70,7 +70,8 @@ class Config(Strict):
     recompute: Literal["fast", "exact"] = Field(
         "fast",
         description="`fast` takes the tokens before a write from the clean run's keys and values; "
-        "`exact` only skips layers, one point a pass, and keeps the bits of a full pass",
+        "`exact` only skips layers, one point a pass: the bits of a full pass, but for the "
+        "vocabulary product, which is taken only where it is read",
     )
     chunk_passes: Count = Field(64, description="most forward passes in one chunk (one job)")
     bootstrap: Bootstrap = Field(default=Bootstrap(), description="intervals of the means")

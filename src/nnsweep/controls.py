@@ -69,5 +69,5 @@ def _verdict(
     both = [(a, b) for a, b in pairs if a is not None and b is not None]
     broken = any((a is None) != (b is None) for a, b in pairs)
     largest = max((abs(a - b) for a, b in both), default=0.0)
-    holds = not broken and largest <= TOLERANCE[dtype]
+    holds = bool(both) and not broken and largest <= TOLERANCE[dtype]
     return verdict | {"rows": len(runs[name]), "largest": largest, "holds": holds}

@@ -20,6 +20,8 @@ def read_yaml(path: Path) -> Any:
     """Read one YAML document; doubled keys and syntax errors name the line."""
     try:
         text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text. Save it as UTF-8.") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}. Give the path of an existing YAML file.")
     try:
@@ -47,7 +49,7 @@ def parse[Document: BaseModel](model: type[Document], value: Any, where: str) ->
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(_lines(model, error))) from None
+        raise UserError(f"{where}: " + "; ".join(_lines(model, value, error))) from None
 
 
 def schema_of(model: type[BaseModel], title: str) -> dict[str, Any]:
@@ -71,70 +73,105 @@ def _inline(node: Any, definitions: dict[str, Any]) -> Any:
     return {key: _inline(value, definitions) for key, value in node.items()}
 
 
-def _lines(model: type[BaseModel], error: ValidationError) -> list[str]:
-    """One short sentence per mistake; unions report only their most specific branch."""
-    seen: dict[str, str] = {}
+def _lines(model: type[BaseModel], value: Any, error: ValidationError) -> list[str]:
+    """One short sentence per mistake; of a choice, only the option that came closest speaks."""
+    found: dict[tuple[int | str, ...], list[Any]] = {}
     for item in error.errors(include_url=False):
-        path = _path(item["loc"])
-        seen.setdefault(path, f"{path}: {_sentence(model, item)}")
-    return list(seen.values())
+        found.setdefault(_place(value, item), []).append(item)
+    for place in [p for p in found if _known_elsewhere(model, p, found[p])]:
+        del found[place]
+    deep = [p for p in found if not any(o != p and o[: len(p)] == p for o in found)]
+    lines = []
+    for place in deep:
+        path = ".".join(str(part) for part in place) or "the document"
+        lines.append(f"{path}: {_sentence(model, place, found[place])}")
+    return lines
 
 
-def _path(loc: tuple[int | str, ...]) -> str:
-    named = [part for part in loc if not (isinstance(part, str) and _is_branch(part))]
-    return ".".join(str(part) for part in named) or "the document"
+def _known_elsewhere(
+    model: type[BaseModel], place: tuple[int | str, ...], items: list[Any]
+) -> bool:
+    """Whether a key is unknown to one option of a choice only, and known to another."""
+    unknown = all(item["type"] == "extra_forbidden" for item in items)
+    return unknown and str(place[-1]) in _keys_at(model, place[:-1])
 
 
-def _is_branch(part: str) -> bool:
-    """Whether pydantic put the name of a union's branch, not a key, into the path."""
-    return part[:1].isupper() or part in {"str", "int", "float", "bool"} or "[" in part
+def _place(value: Any, item: Any) -> tuple[int | str, ...]:
+    """The path of keys in the document; pydantic's own names of options are left out."""
+    place: list[int | str] = []
+    for part in item["loc"]:
+        if _holds(value, part):
+            value = value[part]
+        elif item["type"] != "missing" or part != item["loc"][-1]:
+            continue
+        place.append(part)
+    return tuple(place)
 
 
-def _sentence(model: type[BaseModel], item: Any) -> str:
-    if item["type"] == "extra_forbidden":
-        return "unknown key" + _suggest(str(item["loc"][-1]), _keys_at(model, item["loc"][:-1]))
-    if item["type"] == "missing":
+def _holds(value: Any, part: int | str) -> bool:
+    """Whether a part of pydantic's path is a key or a number of the document's own."""
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and part < len(value)
+
+
+def _sentence(model: type[BaseModel], place: tuple[int | str, ...], items: list[Any]) -> str:
+    kinds = {item["type"] for item in items}
+    if "extra_forbidden" in kinds:
+        return "unknown key" + _suggest(str(place[-1]), _keys_at(model, place[:-1]))
+    if "missing" in kinds:
         return "this key is required"
-    message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if item["type"] == "value_error":
-        return str(message)
-    return f"got {_show(item['input'])}, expected {message}"
+    for item in items:
+        if item["type"] == "value_error":
+            return str(item["msg"]).removeprefix("Value error, ")
+    expected = list(dict.fromkeys(_expected(item) for item in items))
+    return f"got {_show(items[0]['input'])}, expected {' or '.join(expected)}"
+
+
+def _expected(item: Any) -> str:
+    """What one option would have taken, in plain words."""
+    if item["type"] == "string_pattern_mismatch" and item["ctx"]["pattern"].startswith(r"^\$"):
+        return "`$axis`"
+    if item["type"].startswith("model_") or item["type"] == "dict_type":
+        return "keys and values"
+    message: str = item["msg"]
+    return message.removeprefix("Input should be ").replace("String should", "text that should")
 
 
 def _suggest(key: str, allowed: list[str]) -> str:
     close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
-    meant = f", did you mean '{close[0]}'?" if close else "."
+    meant = f", did you mean '{close[0]}'?" if close and close[0] != key else "."
     return f"{meant} Allowed: {', '.join(allowed)}" if allowed else meant
 
 
-def _keys_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+def _keys_at(model: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:
     """The keys allowed at a path, found by walking the inlined schema."""
-    node: Any = schema_of(model, "")
-    for part in loc:
-        node = _step(node, part)
-    return sorted(_properties(node))
+    nodes: list[Any] = [schema_of(model, "")]
+    for part in place:
+        nodes = [inner for node in nodes for inner in _step(node, part)]
+    return sorted({key for node in nodes for option in _options(node) for key in _named(option)})
 
 
-def _step(node: Any, part: int | str) -> Any:
-    options = [node, *node.get("anyOf", [])] if isinstance(node, dict) else []
-    for option in options:
-        if isinstance(part, int) and "items" in option:
-            return option["items"]
-        if part in option.get("properties", {}):
-            return option["properties"][part]
-    for option in options:
-        named = isinstance(part, str) and not _is_branch(part)
-        if named and isinstance(option.get("additionalProperties"), dict):
-            return option["additionalProperties"]
-    return node
-
-
-def _properties(node: Any) -> set[str]:
+def _options(node: Any) -> list[Any]:
     if not isinstance(node, dict):
-        return set()
-    found = set(node.get("properties", {}))
-    for option in node.get("anyOf", []):
-        found |= _properties(option)
+        return []
+    return [node, *(each for option in node.get("anyOf", []) for each in _options(option))]
+
+
+def _named(option: dict[str, Any]) -> list[str]:
+    return list(option.get("properties", {}))
+
+
+def _step(node: Any, part: int | str) -> list[Any]:
+    found = []
+    for option in _options(node):
+        if isinstance(part, int) and "items" in option:
+            found.append(option["items"])
+        elif part in option.get("properties", {}):
+            found.append(option["properties"][part])
+        elif isinstance(option.get("additionalProperties"), dict):
+            found.append(option["additionalProperties"])
+        found += list(option.get("patternProperties", {}).values())
     return found
 
 

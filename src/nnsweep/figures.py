@@ -1,6 +1,5 @@
 """Pictures of a summary: a line over one axis, a heat map over two, small multiples over more."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,10 +51,7 @@ def draw(sweep: Sweep, measure: str, frame: pd.DataFrame) -> Figure:
     """Choose the picture from the number of swept axes."""
     axes = [name for name in sweep.axes if frame[name].nunique() > 1]
     shown, panels = _split(sweep, axes)
-    cells = [
-        dict(zip(panels, cell, strict=True))
-        for cell in itertools.product(*(frame[name].unique() for name in panels))
-    ]
+    cells = [dict(zip(panels, cell, strict=True)) for cell in _cells(frame, panels)]
     kept = cells[:MOST_PANELS]
     columns = min(len(kept), 3 if panels else 1)
     rows = math.ceil(len(kept) / columns)
@@ -72,6 +68,11 @@ def draw(sweep: Sweep, measure: str, frame: pd.DataFrame) -> Figure:
         _colour_bar(figure, sweep, measure)
     figure.suptitle(_title(sweep, measure, frame, len(cells) - len(kept)), fontsize=10)
     return figure
+
+
+def _cells(frame: pd.DataFrame, panels: list[str]) -> list[tuple[Any, ...]]:
+    """The combinations of panel axes that have points; zipped axes have few of them."""
+    return list(dict.fromkeys(frame[panels].itertuples(index=False, name=None))) or [()]
 
 
 def draw_rows(sweep: Sweep, measure: str, frame: pd.DataFrame, rows: pd.DataFrame) -> Figure:

@@ -152,18 +152,21 @@ def load_vector(spec: Plain, layer: int | None) -> list[float]:
 
     path = Path(spec["file"])
     try:
-        with safe_open(path, framework="numpy") as tensors:
+        with safe_open(path, framework="pt") as tensors:
             names = list(tensors.keys())
             if spec["key"] not in names:
                 have = ", ".join(names)
                 raise UserError(f"{path}: no tensor '{spec['key']}'. Tensors: {have}.")
-            values = tensors.get_tensor(spec["key"])
+            values = tensors.get_tensor(spec["key"]).float()
     except (OSError, SafetensorError) as error:
         raise UserError(f"writes: {path} is not a readable safetensors file ({error}).") from None
     if values.ndim == 2 and layer is not None and layer < len(values):
         values = values[layer]
     if values.ndim != 1:
-        raise UserError(f"{path}: shape {values.shape} is neither [width] nor [layers, width].")
+        shape = list(values.shape)
+        raise UserError(f"{path}: shape {shape} is neither [width] nor [layers, width].")
+    if not values.isfinite().all():
+        raise UserError(f"{path}: '{spec['key']}' holds a value that is not finite.")
     return [float(value) for value in values]
 
 

@@ -101,6 +101,8 @@ def assemble(sweep: Sweep, results: Path, parts: pd.DataFrame) -> pa.Table:
     frame = points.merge(pd.DataFrame({"row_id": [r.row_id for r in rows]}), how="cross")
     frame["row_key"] = [row.row_key for row in rows] * len(points)
     frame["excluded"] = _exclusions(sweep, points, rows)
+    # A row that repeats another has its key, but none of its values.
+    frame.loc[frame["excluded"].notna(), "row_key"] = None
     whole = frame.merge(parts, on=KEYS, how="left", sort=False)
     _refuse_gaps(whole, parts)
     out = whole["excluded"].notna()

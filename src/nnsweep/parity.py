@@ -160,6 +160,13 @@ def classify(a: pa.Table, b: pa.Table, kinds: Mapping[str, str], dtype: str) -> 
     if a.schema.names != b.schema.names:
         raise UserError(f"parity: columns differ: {a.schema.names} and {b.schema.names}.")
     axes = [n for n in a.schema.names if n not in (*KEYS, *STATE, *kinds)]
+    schema = pa.schema(
+        [("point_id", pa.string()), ("row_id", pa.string())]
+        + [(name, a.schema.field(name).type) for name in axes]
+        + SCHEMA_TAIL
+    )
+    if not len(a) and not len(b):
+        return schema.empty_table()
     sides = [_keyed(table, list(kinds)) for table in (a, b)]
     joined = sides[0].merge(sides[1], on=KEYS, how="outer", suffixes=("_a", "_b"), indicator=True)
     where = pd.concat([t.select([*KEYS, *axes]).to_pandas() for t in (a, b)]).drop_duplicates(KEYS)
@@ -167,11 +174,6 @@ def classify(a: pa.Table, b: pa.Table, kinds: Mapping[str, str], dtype: str) -> 
     asked = _asked(joined)
     parts = [_values(asked, name, kind, dtype) for name, kind in kinds.items()]
     frame = pd.concat(parts, ignore_index=True)
-    schema = pa.schema(
-        [("point_id", pa.string()), ("row_id", pa.string())]
-        + [(name, a.schema.field(name).type) for name in axes]
-        + SCHEMA_TAIL
-    )
     return pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False)
 
 
@@ -192,10 +194,10 @@ def _asked(joined: pd.DataFrame) -> pd.DataFrame:
 
 def _values(joined: pd.DataFrame, name: str, kind: str, dtype: str) -> pd.DataFrame:
     a, b = (joined[f"{name}_{side}"].to_numpy(np.float32) for side in "ab")
-    distance = np.abs(a.astype(np.float64) - b.astype(np.float64))
     with np.errstate(invalid="ignore"):
+        distance = np.abs(a.astype(np.float64) - b.astype(np.float64))
         step = np.maximum(np.maximum(np.abs(a), np.abs(b)), 1.0).astype(np.float64)
-    ulps = distance / (step * EPSILON[dtype])
+        ulps = distance / (step * EPSILON[dtype])
     classes = _classes(joined, a, b, distance, ulps, kind, dtype)
     return joined.assign(measure=name, a=a, b=b, distance=distance, ulps=ulps, **{"class": classes})
 

@@ -15,7 +15,7 @@ from nnsweep import SEMANTICS
 from nnsweep.errors import UserError
 from nnsweep.prompts import PromptRow
 from nnsweep.sites import resumes_at, tap
-from nnsweep.sweep import Sweep, TextPosition, expand, uses_donor
+from nnsweep.sweep import Sweep, expand, position_spec, uses_donor
 from nnsweep.tables import digest
 
 Plain = dict[str, Any]
@@ -127,6 +127,8 @@ class _Context:
         self.shape = model["shape"]
         self.references: list[Plain] = []
         self.measures = measure_list(sweep)
+        measures = sweep.measures.values()
+        self.answers = sorted({n for m in measures for n in [m.answer, *(m.answers or [])] if n})
         self.donors = uses_donor(sweep)
 
     # --- points ---------------------------------------------------------------------------
@@ -141,11 +143,19 @@ class _Context:
                 "semantics": SEMANTICS,
                 "model": identity(self.model),
                 "writes": [self._meaning(w, e) for w, e in zip(writes, edits, strict=True)],
-                "measure_at": _spec(self.sweep, self.sweep.measure_at),
+                "measure_at": position_spec(self.sweep, self.sweep.measure_at),
             }
         )
-        row_keys = sorted(self.rows[i].row_key for i in rows)
-        return Point(digest([key, row_keys]), key, cell, writes, edits, rows)
+        facts = sorted(digest(self._row_facts(i, edits)) for i in rows)
+        return Point(digest([key, facts]), key, cell, writes, edits, rows)
+
+    def _row_facts(self, row: int, edits: Sequence[Plain]) -> list[Any]:
+        """What of a row decides the values of a point: tokens, answers, resolved positions."""
+        found = self.rows[row]
+        names = [edit["position"] for edit in edits if edit["position"] != "@all"]
+        places = [found.positions[name] for name in [*names, self.sweep.measure_at]]
+        answers = {name: found.answers[name] for name in self.answers}
+        return [found.row_key, answers, [[place.base, place.donor] for place in places]]
 
     def _usable(self, names: Iterable[str]) -> tuple[int, ...]:
         return tuple(
@@ -215,7 +225,7 @@ class _Context:
                 keys = sorted(self.rows[i].row_key for i in reference["rows"])
                 operand[side] = [reference["role"], digest(keys)]
         plain = {key: write.get(key) for key in ("site", "layer", "head")}
-        position = _spec(self.sweep, write["position"])
+        position = position_spec(self.sweep, write["position"])
         return plain | {"position": position, "op": edit["op"], "operand": operand}
 
     # --- passes ---------------------------------------------------------------------------
@@ -281,12 +291,13 @@ class _Context:
     ) -> Plain:
         keys = [point.point_key for point in points]
         row_keys = [self.rows[i].row_key for i in block]
-        facts = [SEMANTICS, keys, row_keys, resume, start, self.measures, more]
         edits = [
-            _seeded(edit, row_keys) | {"slot": slot}
+            self._seeded(edit, block) | {"slot": slot}
             for slot, point in enumerate(points)
             for edit in point.edits
         ]
+        rows = [self._row_facts(i, edits) for i in block]
+        facts = [SEMANTICS, keys, row_keys, rows, resume, start, self.measures, more]
         return {
             "pass_id": digest(facts),
             "block": block,
@@ -295,6 +306,21 @@ class _Context:
             "start": start,
             "edits": edits,
         }
+
+    def _seeded(self, edit: Plain, block: Sequence[int]) -> Plain:
+        """Give a noise edit one seed a row, from the write's place and the row's identity.
+
+        Neither the point's other axes nor the standard deviation enter, so that a corrupted prompt
+        is the same prompt at every point that corrupts it the same way.
+        """
+        if edit["op"] != "noise":
+            return edit
+        tap = edit["tap"]
+        place = [edit["operand"]["seed"], tap["path"], tap["side"], tap["low"]]
+        rows = [self.rows[i] for i in block]
+        facts = [[*place, row.positions[edit["position"]].base, row.row_key] for row in rows]
+        seeds = [int(digest(fact)[:15], 16) for fact in facts]
+        return edit | {"operand": edit["operand"] | {"seeds": seeds}}
 
     # --- chunks ---------------------------------------------------------------------------
 
@@ -307,7 +333,7 @@ class _Context:
         ]
         references = sorted({n for p in passes for e in p["edits"] for n in _refs(e)})
         return {
-            "chunk_id": digest([p["pass_id"] for p in passes]),
+            "chunk_id": digest([p["pass_id"] for block in blocks for p in block["passes"]]),
             "model": self.model,
             "measures": self.measures,
             "references": {str(n): self._reference_batches(self.references[n]) for n in references},
@@ -328,7 +354,7 @@ class _Context:
             "donor_measured": [_last(row, measured, donor=True) for row in rows]
             if self.donors
             else [],
-            "answers": {name: [row.answers[name][0] for row in rows] for name in rows[0].answers},
+            "answers": {name: [row.answers[name][0] for row in rows] for name in self.answers},
             "positions": {
                 name: {
                     "base": [_place(row, name, donor=swap) for row in rows],
@@ -504,19 +530,6 @@ def naive_passes(points: Sequence[Point], batch_rows: int) -> int:
     return sum(2 * math.ceil(len(point.rows) / batch_rows) for point in points)
 
 
-def _seeded(edit: Plain, row_keys: Sequence[str]) -> Plain:
-    """Give a noise edit one seed a row, from the place of the write and the row's identity.
-
-    Neither the point's other axes nor the standard deviation enter, so that a corrupted prompt is
-    the same prompt at every point that corrupts it the same way.
-    """
-    if edit["op"] != "noise":
-        return edit
-    place = [edit["operand"]["seed"], edit["tap"]["path"], edit["tap"]["low"]]
-    seeds = [int(digest([*place, key])[:15], 16) for key in row_keys]
-    return edit | {"operand": edit["operand"] | {"seeds": seeds}}
-
-
 def _slices[Item](items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
 
@@ -527,11 +540,6 @@ def _without_block(item: Plain) -> Plain:
 
 def _refs(edit: Plain) -> list[int]:
     return [edit["operand"][side] for side in ("plus", "minus") if side in edit["operand"]]
-
-
-def _spec(sweep: Sweep, name: str) -> Any:
-    spec = sweep.position(name)
-    return spec.model_dump() if isinstance(spec, TextPosition) else spec
 
 
 def _place(row: PromptRow, name: str, donor: bool) -> list[int]:

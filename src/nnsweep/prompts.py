@@ -47,9 +47,13 @@ class PromptRow:
     row_key: str = ""
 
     def key(self) -> str:
-        """Digest of all that decides this row's values."""
+        """Digest of the tokens that a model sees of this row."""
+        return digest([self.ids, self.donor_ids])
+
+    def details(self) -> Any:
+        """What tells two rows of the same tokens apart."""
         places = {name: [place.base, place.donor] for name, place in self.positions.items()}
-        return digest([self.ids, self.donor_ids, self.answers, places])
+        return [self.answers, places]
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,9 @@ def read_records(path: Path, columns: list[str]) -> list[dict[str, str]]:
         UserError: an unknown kind of file, a missing column, no rows, or an empty cell.
     """
     table = _read_any(path)
+    doubled = [name for name in columns if table.column_names.count(name) > 1]
+    if doubled:
+        raise UserError(f"{path}: column '{doubled[0]}' stands twice. Name every column once.")
     missing = [name for name in columns if name not in table.column_names]
     if missing:
         have = ", ".join(table.column_names)
@@ -86,13 +93,27 @@ def _read_any(path: Path) -> pa.Table:
         if path.suffix == ".parquet":
             return pq.ParquetFile(path).read()
         if path.suffix == ".jsonl":
-            lines = path.read_text(encoding="utf-8").splitlines()
-            return pa.Table.from_pylist([json.loads(line) for line in lines if line.strip()])
+            return _read_jsonl(path)
         if path.suffix == ".csv":
             return _read_csv(path)
     except (pa.ArrowInvalid, ValueError) as error:
         raise UserError(f"{path}: not a readable {path.suffix[1:]} file ({error}).") from None
     raise UserError(f"prompts.file: {path} is none of .csv, .jsonl, .parquet.")
+
+
+def _read_jsonl(path: Path) -> pa.Table:
+    """Read one object a line; a key that only some lines have is an empty cell in the others."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    records = [json.loads(line) for line in lines if line.strip()]
+    if not all(isinstance(record, dict) for record in records):
+        raise ValueError("a line is no object")
+    names = list(dict.fromkeys(name for record in records for name in record))
+    cells = {name: [_text(record.get(name)) for record in records] for name in names}
+    return pa.table({name: pa.array(column, pa.string()) for name, column in cells.items()})
+
+
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 def _read_csv(path: Path) -> pa.Table:
@@ -136,7 +157,7 @@ def prepare_rows(sweep: Sweep, path: Path, tokenizer: Any, context: int) -> list
     _refuse_doubles(rows, path)
     for row in rows:
         row.row_key = row.key()
-    _exclude_twins(rows)
+    _tell_apart(rows)
     _apply_policy(sweep, rows, path)
     return rows
 
@@ -149,14 +170,23 @@ def _refuse_doubles(rows: list[PromptRow], path: Path) -> None:
         seen.add(row.row_id)
 
 
-def _exclude_twins(rows: list[PromptRow]) -> None:
-    """The same prompt twice would count twice in every mean."""
-    first: dict[str, str] = {}
+def _tell_apart(rows: list[PromptRow]) -> None:
+    """Give rows of the same tokens keys of their own; a row that repeats another is left out.
+
+    The same row twice would count twice in every mean.
+    """
+    first: dict[str, PromptRow] = {}
     for row in rows:
-        if row.reason is None:
-            twin = first.setdefault(row.row_key, row.row_id)
-            if twin != row.row_id:
-                row.reason = f"the same prompt, answers and positions as row {twin}"
+        if row.reason is not None:
+            continue
+        other = first.setdefault(row.row_key, row)
+        if other is not row and other.details() == row.details():
+            row.reason = f"the same prompt, answers and positions as row {other.row_id}"
+        elif other is not row:
+            row.row_key = digest([row.row_key, row.details()])
+            twin = first.setdefault(row.row_key, row)
+            if twin is not row:
+                row.reason = f"the same prompt, answers and positions as row {twin.row_id}"
 
 
 def _apply_policy(sweep: Sweep, rows: list[PromptRow], path: Path) -> None:

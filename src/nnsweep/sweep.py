@@ -10,7 +10,7 @@ import re
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StrictFloat, StrictInt, StrictStr, field_validator, model_validator
 
 from nnsweep.documents import Strict
 from nnsweep.errors import UserError
@@ -35,9 +35,9 @@ BUILT_IN_POSITIONS: dict[str, int | str] = {"last": -1, "all": "all"}
 
 Ref = Annotated[str, Field(pattern=r"^\$[a-z][a-z0-9_]*$")]
 Name = Annotated[str, Field(pattern=NAME)]
-Scalar = Annotated[int | float | str, Field(union_mode="left_to_right")]
+Scalar = StrictInt | StrictFloat | StrictStr
 Index = Annotated[int, Field(strict=True, ge=0)] | Ref
-Number = Annotated[float, Field(strict=False)] | Ref
+Number = StrictFloat | StrictInt | Ref
 
 
 class ModelSpec(Strict):
@@ -228,6 +228,12 @@ class Sweep(Strict):
         return self.positions[name] if name in self.positions else BUILT_IN_POSITIONS[name]
 
 
+def position_spec(sweep: Sweep, name: str) -> Any:
+    """A position's meaning as plain data, whatever it is called."""
+    spec = sweep.position(name)
+    return spec.model_dump() if isinstance(spec, TextPosition) else spec
+
+
 def uses_donor(sweep: Sweep) -> bool:
     """Whether any write or measure reads the donor prompts."""
     return any(_donor_write(write) for write in sweep.writes) or any(
@@ -279,7 +285,10 @@ def _bad_refs(sweep: Sweep) -> list[str]:
         problems.append(f"axis '{idle[0]}' is used by no write. Use ${idle[0]} or remove the axis")
     named = {write.position for write in sweep.writes} | {sweep.measure_at}
     for name in sorted(named):
-        if not name.startswith("$") and name not in {**sweep.positions, **BUILT_IN_POSITIONS}:
+        declared = {**sweep.positions, **BUILT_IN_POSITIONS}
+        if name == sweep.measure_at and name.startswith("$"):
+            problems.append("measure_at is one position for the whole sweep, not an axis")
+        elif not name.startswith("$") and name not in declared:
             problems.append(_no_position(sweep, name))
     if uses_donor(sweep) and sweep.prompts.donor is None:
         problems.append("a write or measure reads the donor, but prompts.donor is not given")
@@ -451,7 +460,8 @@ def expand(
     for cell, writes in points:
         for write in writes:
             _in_range(write, layers, heads)
-        twin = seen.setdefault(digest(writes), cell)
+        meaning = [w | {"position": position_spec(sweep, w["position"])} for w in writes]
+        twin = seen.setdefault(digest(meaning), cell)
         if twin is not cell:
             raise UserError(f"axes: {twin} and {cell} are the same point. Remove one.")
     return points

@@ -4,6 +4,7 @@ The client holds a shell of the model on the meta device. A session is serialize
 and the measures by value, so the server needs nothing but torch and nnsight.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from nnsweep.engines.machine import versions
 from nnsweep.models import model_key, open_model
 from nnsweep.ndif.sessions import Budget, Sessions
 from nnsweep.plan import keys_of
+
+logger = logging.getLogger(__name__)
 
 
 class NdifEngine:
@@ -41,9 +44,12 @@ class NdifEngine:
         self.seconds_load = time.perf_counter() - began
 
     def run(self, chunk: Mapping[str, Any], report: Callable[[str], None]) -> Result:
-        """Run one chunk as one session, or as more where the server cannot take it whole."""
+        """Run one chunk as one session, or as more where the server cannot take it whole.
+
+        Every state of a job goes to the log, not to `report`, which may leave lines out.
+        """
         began = time.perf_counter()
-        sessions = Sessions(self.key, self._pack, self.folder, self.budget, report)
+        sessions = Sessions(self.key, self._pack, self.folder, self.budget, logger.info)
         found = sessions.run(dict(chunk))
         keys, width = keys_of(dict(chunk)), len(chunk["measures"])
         values = np.full((len(keys), width), np.nan, np.float32)
