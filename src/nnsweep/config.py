@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import Field
 
 from nnsweep.documents import Strict, parse
@@ -86,4 +87,11 @@ def read_config(value: dict[str, Any]) -> Config:
     Raises:
         UserError: naming every bad key, what it got and what is allowed.
     """
-    return parse(Config, value, "config")
+    return parse(Config, {key: _typed(entry) for key, entry in value.items()}, "config")
+
+
+def _typed(entry: Any) -> Any:
+    """Read the leaves of `--config parity='{points: 5}'`, which arrive as text, as YAML."""
+    if not isinstance(entry, dict):
+        return entry
+    return {k: yaml.safe_load(v) if isinstance(v, str) else v for k, v in entry.items()}
