@@ -44,9 +44,8 @@ def tokenizer(real_model: dict[str, Any]) -> Any:
 @pytest.fixture(scope="session")
 def tiny_model(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """A factory of prepared tiny models: family, attention, dtype, changes of the config."""
-    from tiny import attention_of, save_tiny
-
     from nnsweep.models import prepare
+    from tiny import attention_of, save_tiny
 
     made: dict[str, dict[str, Any]] = {}
 

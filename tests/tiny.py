@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 LAYERS = 4
 VOCAB = 49152
-WINDOW = 4
+WINDOW = 6
 SPECIAL = ("bos", "eos", "pad")
 
 GROUPED = {
@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": GROUPED | {"num_local_experts": 4},
 }
 """The configuration of each family. Mistral and Gemma 2 look back WINDOW tokens only, fewer than
-the prompts have; Qwen 3 has heads wider than hidden / heads."""
+some of the tests' prompts have; Qwen 3 has heads wider than hidden / heads."""
 
 NO_SDPA = ("gptj", "bloom")
 """Families for which transformers has no `sdpa` attention."""

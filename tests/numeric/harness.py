@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nnsweep import plan as planning
 from nnsweep.jobs import load_vector
+from nnsweep.plan import Plan, Settings, keys_of, make_plan
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sweep import Sweep
 
-Values = dict[tuple[str, str], dict[str, float]]
-"""(point_key, row_key) -> measure -> value; a value that is not a number is NaN."""
+Values = dict[tuple[tuple[Any, ...], str], dict[str, float]]
+"""(axis values, row_id) -> measure -> value; a value that is not a number is NaN."""
 
 MEASURES: dict[str, Any] = {
     "match": {"kind": "match", "answer": "target"},
@@ -70,13 +70,11 @@ RECORDS = [
     record(CAPITAL, CAPITAL, "Norway", "Germany", "Oslo", "Berlin"),
     record(MAYOR, MAYOR, "New York", "Los Angeles", "Ed", "Bill"),
     record(MAYOR, MAYOR, "Santa Monica", "New York", "Bob", "Ed"),
-    record(THINK, THINK, "France", "Austria", "Paris", "Vienna"),
-    record(THINK, THINK, "Greece", "Norway", "Athens", "Oslo"),
-    record(CAPITAL, THINK, "Poland", "Egypt", "Warsaw", "Cairo"),
-    record(CAPITAL, THINK, "Italy", "Spain", "Rome", "Madrid"),
+    record(THINK, CAPITAL, "Poland", "Egypt", "Warsaw", "Cairo"),
+    record(THINK, CAPITAL, "Italy", "Spain", "Rome", "Madrid"),
 ]
-"""Prompts of 5, 6 and 7 tokens, spans of one and two tokens, and two donors longer than their
-prompt: four pairs of lengths with two rows each, so that two rows fill a pass of `PAIR`."""
+"""Prompts of 5, 6 and 7 tokens, spans of one and two tokens, and two donors shorter than their
+prompt: three pairs of lengths with two rows each, so that `PAIR` rows fill a pass."""
 
 PAIR = 2
 
@@ -87,24 +85,37 @@ def rows_of(sweep: Sweep, tokenizer: Any, folder: Path, records: Any = None) -> 
     return prepare_rows(sweep, path, tokenizer, 0)
 
 
-def run(engine: Any, sweep: Sweep, model: Any, rows: Sequence[PromptRow], **settings: Any) -> Values:
-    """Plan a sweep, run every chunk, and return the values by key."""
-    plan = planning.make_plan(sweep, model, rows, planning.Settings(**settings), load_vector)
-    return run_chunks(engine, plan.chunks)
+def plan_of(sweep: Sweep, model: Any, rows: Sequence[PromptRow], **settings: Any) -> Plan:
+    """Plan a sweep."""
+    return make_plan(sweep, model, rows, Settings(**settings), load_vector)
 
 
-def run_chunks(engine: Any, chunks: Iterable[Any]) -> Values:
+def run(engine: Any, sweep: Sweep, model: Any, rows: Sequence[PromptRow], **how: Any) -> Values:
+    """Plan a sweep, run every chunk, and return the values by cell and row name."""
+    plan = plan_of(sweep, model, rows, **how)
+    cells = {point.point_key: tuple(point.cell.values()) for point in plan.points}
+    names = {row.row_key: row.row_id for row in rows}
+    found = run_chunks(engine, plan.chunks)
+    return {(cells[point], names[row]): values for (point, row), values in found.items()}
+
+
+def run_chunks(engine: Any, chunks: Iterable[Any]) -> dict[tuple[str, str], dict[str, float]]:
     """Run chunks and return their values by key; a key that comes back twice is refused."""
-    values: Values = {}
+    values: dict[tuple[str, str], dict[str, float]] = {}
     for chunk in chunks:
         names = [spec["name"] for spec in chunk["measures"]]
-        keys = planning.keys_of(chunk)
+        keys = keys_of(chunk)
         found = engine.run(chunk, lambda line: None).values.tolist()
         assert len(found) == len(keys)
         for key, numbers in zip(keys, found, strict=True):
             assert key not in values
             values[key] = dict(zip(names, numbers, strict=True))
     return values
+
+
+def whole_logits(model: dict[str, Any]) -> dict[str, Any]:
+    """The model with a vocabulary product of every token, as in a plain forward pass."""
+    return model | {"shape": model["shape"] | {"logits_to_keep": False}}
 
 
 def largest_difference(one: Values, other: Values, without: Sequence[str] = ()) -> float:
@@ -117,6 +128,11 @@ def largest_difference(one: Values, other: Values, without: Sequence[str] = ()) 
             if name not in without:
                 largest = max(largest, difference(value, other[key][name]))
     return largest
+
+
+def effect(values: Values) -> float:
+    """The largest divergence from the clean run, so that a comparison is known to see writes."""
+    return max(found["kl"] for found in values.values())
 
 
 def difference(one: float, other: float) -> float:

@@ -139,6 +139,7 @@ def model_of(layers: int = 4, heads: int = 4, **changes: Any) -> dict[str, Any]:
         "parameters": 1000,
         "logits_to_keep": True,
         "position_ids": True,
+        "window": None,
         "layer_path": paths["layer"],
         "sites": sites,
         "refused": refused,

@@ -3,6 +3,7 @@
 import ast
 
 import pytest
+
 from nnsweep import kernel, measures
 
 
@@ -48,7 +49,9 @@ def stored(node):
 def loop_names(node):
     """Every name that a loop or a comprehension binds below a node."""
     loops = (ast.For, ast.comprehension)
-    return [name for loop in ast.walk(node) if isinstance(loop, loops) for name in stored(loop.target)]
+    return [
+        name for loop in ast.walk(node) if isinstance(loop, loops) for name in stored(loop.target)
+    ]
 
 
 def traced_files(folder):
@@ -120,15 +123,17 @@ def test_the_body_of_a_trace_begins_on_its_own_line(traced):
         assert trace.body[0].lineno > trace.lineno, f"{path.name}: {function.name}"
 
 
-BROKEN = '''
+BROKEN = """
 def loops(model, points):
     for layer, position in [(layer, position) for layer, position in points]:
         with model.trace("x"):
             model.layers[layer].output[position] = 0
-'''
+"""
 
 
 def test_the_known_broken_shape_is_seen():
     (function,) = functions_with_traces(ast.parse(BROKEN))
-    assert any(any(map(is_trace, ast.walk(n))) for n in ast.walk(function) if isinstance(n, ast.For))
+    assert any(
+        any(map(is_trace, ast.walk(n))) for n in ast.walk(function) if isinstance(n, ast.For)
+    )
     assert loop_names(function).count("layer") == 2

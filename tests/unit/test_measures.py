@@ -1,19 +1,17 @@
 """Measures against an independent computation in float64."""
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+import oracle
 from nnsweep.measures import REGISTRY, functions
 
 VOCAB = 23
-one_row = arrays.arrays(
-    np.float32, VOCAB, elements=st.floats(-30, 30, width=32), unique=True
-)
+one_row = arrays.arrays(np.float32, VOCAB, elements=st.floats(-30, 30, width=32), unique=True)
 rows = st.lists(st.tuples(one_row, one_row), min_size=1, max_size=4)
 token = st.integers(0, VOCAB - 1)
 

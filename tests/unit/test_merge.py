@@ -23,7 +23,14 @@ from nnsweep.errors import CheckFailed, NnsweepError, UserError
 from nnsweep.merge import assemble, merge_chunks, read_parts
 from nnsweep.plan import Settings, keys_of
 from nnsweep.sweep import axis_kinds
-from nnsweep.tables import part_schema, read_json, read_table, values_schema, write_json, write_table
+from nnsweep.tables import (
+    part_schema,
+    read_json,
+    read_table,
+    values_schema,
+    write_json,
+    write_table,
+)
 
 WRITE = {"site": "resid_post", "layer": "$layer", "position": "$position", "set": "donor"}
 AXES = {"layer": [0, 1, 2], "position": ["last", "subject"]}
@@ -78,7 +85,11 @@ class Chain:
         write_table(results / "prompts.parquet", table, table.schema)
         write_json(results / "model.json", model_of())
         return jobs.expand_sweep(
-            sweep, Settings(**settings), results / "model.json", results / "prompts.parquet", results
+            sweep,
+            Settings(**settings),
+            results / "model.json",
+            results / "prompts.parquet",
+            results,
         )
 
     def run(self, sweep, name="results", **settings):
@@ -163,15 +174,14 @@ def test_reordered_rows_bring_the_same_values_by_key(chain):
     assert by_key(after) == by_key(before)
 
 
-def test_two_rows_of_one_content_have_one_value_or_are_refused(chain):
+def test_a_row_that_repeats_another_counts_once(chain):
     sweep = chain.sweep([*RECORDS, RECORDS[0] | {"row_id": "twin"}])
-    try:
-        rows = read(chain.values(sweep), sweep)
-    except UserError as error:
-        assert "twin" in str(error)
-        return
-    values = {row["row_id"]: row["logit_diff"] for row in rows[: len(RECORDS) + 1]}
-    assert values["twin"] == values["row-0"]
+    rows = read(chain.values(sweep), sweep)
+    found = {row["row_id"]: row for row in rows if row["layer"] == 0 and row["position"] == "last"}
+    assert found["row-0"]["status"] == "ok"
+    assert found["twin"]["status"] == "excluded"
+    assert "row-0" in found["twin"]["reason"]
+    assert found["twin"]["logit_diff"] is None
 
 
 def test_nothing_of_the_run_is_in_the_values(chain):
@@ -340,7 +350,12 @@ def test_a_point_that_failed_keeps_its_place_and_its_reason():
     keys = [("p0", "row"), ("p1", "row")]
     good, bad = jobs.part_table({"measures": SPECS}, keys, values, {1: "index 9"}).to_pylist()
     assert (good["status"], good["reason"]) == ("ok", None)
-    assert (bad["status"], bad["reason"], bad["diff"], bad["rec"]) == ("error", "index 9", None, None)
+    assert (bad["status"], bad["reason"], bad["diff"], bad["rec"]) == (
+        "error",
+        "index 9",
+        None,
+        None,
+    )
 
 
 def test_part_tables_have_the_declared_schema():

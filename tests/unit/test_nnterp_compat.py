@@ -5,7 +5,8 @@ import sys
 
 
 def test_nnterp_imports_with_the_adaptation():
-    code = "from nnsweep.nnterp_compat import load_nnterp; print(load_nnterp().StandardizedTransformer)"
+    found = "load_nnterp().StandardizedTransformer"
+    code = f"from nnsweep.nnterp_compat import load_nnterp; print({found})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "StandardizedTransformer" in done.stdout
 

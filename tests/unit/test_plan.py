@@ -36,7 +36,7 @@ from nnsweep.sites import tap
 ALL = {"layer": [0, 1, 2, 3], "position": ["last", "subject", "second"]}
 WRITE = {"site": "resid_post", "layer": "$layer", "position": "$position", "set": "donor"}
 HEAD = {"site": "z", "layer": "$layer", "head": "$head", "position": "last", "set": 0.0}
-NOISE = {"site": "embed", "position": "subject", "noise": {"std": "$std", "seed": "$seed"}}
+NOISE = {"site": "embed", "position": "subject", "noise": {"std": "$loudness", "seed": "$seed"}}
 MEAN = {"site": "resid_post", "layer": "$layer", "position": "last", "set": {"mean": "text"}}
 
 
@@ -105,23 +105,19 @@ def test_every_value_is_planned_exactly_once(tmp_path, batch_rows, chunk_passes,
         for block in chunk["blocks"]:
             assert len({len(one) for one in block["ids"]}) == 1
             for item in block["passes"]:
-                assert len(item["points"]) * len(block["ids"]) <= max(
-                    batch_rows, len(block["ids"])
-                )
+                assert len(item["points"]) * len(block["ids"]) <= max(batch_rows, len(block["ids"]))
                 assert len(block["ids"]) <= batch_rows
 
 
-def test_two_rows_of_one_content_do_not_come_back_as_one_value(tmp_path):
-    """They must be refused by name, or planned so that no key comes back twice."""
+def test_a_row_that_repeats_another_is_planned_once(tmp_path):
     twin = RECORDS[0] | {"row_id": "twin"}
     sweep = layers_by_positions()
-    try:
-        rows = rows_of(sweep, tmp_path, [*RECORDS, twin])
-    except UserError as error:
-        assert "twin" in str(error)
-        return
+    rows = rows_of(sweep, tmp_path, [*RECORDS, twin])
+    assert "row-0" in rows[-1].reason
     found = [key for chunk in plan_of(sweep, rows).chunks for key in keys_of(chunk)]
     assert len(found) == len(set(found))
+    with pytest.raises(UserError, match=r"twin: .*row-0"):
+        rows_of(sweep_of(), tmp_path, [*RECORDS, twin])
 
 
 def test_two_names_of_one_position_are_the_same_point(tmp_path):
@@ -164,11 +160,15 @@ def test_excluded_rows_are_in_no_pass(tmp_path):
 # --- what composes a pass ---------------------------------------------------------------------
 
 
-@given(st.permutations(range(len(RECORDS))), st.sampled_from([1, 2, 3, 7, 1000]))
+SIBLINGS = [*RECORDS, RECORDS[0] | {"row_id": "sibling", "base_answer": "maybe"}]
+"""Two of these rows have the same tokens and other answers."""
+
+
+@given(st.permutations(range(len(SIBLINGS))), st.sampled_from([1, 2, 3, 7, 1000]))
 def test_passes_do_not_depend_on_chunking_or_the_order_of_rows(tmp_path, order, chunk_passes):
     sweep = layers_by_positions()
-    plain = plan_of(sweep, rows_of(sweep, tmp_path), batch_rows=4)
-    shuffled = rows_of(sweep, tmp_path, [RECORDS[i] for i in order])
+    plain = plan_of(sweep, rows_of(sweep, tmp_path, SIBLINGS), batch_rows=4)
+    shuffled = rows_of(sweep, tmp_path, [SIBLINGS[i] for i in order])
     other = plan_of(sweep, shuffled, batch_rows=4, chunk_passes=chunk_passes)
     assert set(all_passes(other)) == set(all_passes(plain))
     assert keys(other) == keys(plain)
@@ -437,7 +437,7 @@ def test_a_mean_is_known_by_its_rows(tmp_path):
 
 
 def test_equal_means_are_taken_once(tmp_path):
-    axes = {"layer": [0, 1], "std": [1.0], "seed": [0, 1, 2]}
+    axes = {"layer": [0, 1], "loudness": [1.0], "seed": [0, 1, 2]}
     sweep = alone_of(axes=axes, writes=[MEAN, NOISE])
     plan = plan_of(sweep, rows_of(sweep, tmp_path))
     assert len(plan.points) == 6
@@ -460,7 +460,7 @@ def seeds_of(plan):
 
 
 def noisy(tmp_path, records=None, **changes):
-    axes = {"layer": [0, 1, 2], "std": [0.5, 1.0], "seed": [0]}
+    axes = {"layer": [0, 1, 2], "loudness": [0.5, 1.0], "seed": [0]}
     writes = [NOISE, WRITE | {"position": "last"}]
     sweep = (alone_of if changes else sweep_of)(**{"axes": axes, "writes": writes} | changes)
     return plan_of(sweep, rows_of(sweep, tmp_path, records), batch_rows=2)
@@ -482,6 +482,19 @@ def test_noise_does_not_depend_on_the_other_rows(tmp_path):
     whole, fewer = (seeds_of(noisy(tmp_path, rows)) for rows in (RECORDS, RECORDS[2:]))
     merged = {row: seed for edit in whole for row, seed in edit.items()}
     assert all(merged[row] == seed for edit in fewer for row, seed in edit.items())
+
+
+def test_noise_does_not_depend_on_the_order_of_rows(tmp_path):
+    """Also where two rows have the same tokens."""
+    sweep = sweep_of(axes={"loudness": [1.0], "seed": [0]}, writes=[NOISE], on_bad_row="exclude")
+    found = []
+    for records in (SIBLINGS, SIBLINGS[::-1]):
+        rows = rows_of(sweep, tmp_path, records)
+        names = {row.row_key: row.row_id for row in rows}
+        edits = seeds_of(plan_of(sweep, rows))
+        found.append({names[key]: seed for edit in edits for key, seed in edit.items()})
+    assert len(found[0]) == len(SIBLINGS)
+    assert found[0] == found[1]
 
 
 def test_another_seed_layer_or_head_is_other_noise(tmp_path):

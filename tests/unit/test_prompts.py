@@ -87,7 +87,11 @@ def test_ids_are_the_tokenizers_own(prepare, tokenizer):
 
 
 def test_a_row_does_not_depend_on_its_neighbours(prepare):
-    longer = OTHER | {"base": "We all know that the capital of Norway is", "source": "a", "word": ""}
+    longer = OTHER | {
+        "base": "We all know that the capital of Norway is",
+        "source": "a",
+        "word": "",
+    }
     alone, _ = prepare(CAPITAL, OTHER)
     beside, _ = prepare(CAPITAL, longer)
     assert alone == beside
@@ -285,7 +289,9 @@ def test_an_answer_may_bring_its_own_space(prepare):
 
 def test_the_prefix_is_declared(prepare, tokenizer):
     prompts = document()["prompts"] | {"answer_prefix": ""}
-    row, _ = prepare(CAPITAL | {"source_answer": "ly", "base_answer": "ness"}, OTHER, prompts=prompts)
+    row, _ = prepare(
+        CAPITAL | {"source_answer": "ly", "base_answer": "ness"}, OTHER, prompts=prompts
+    )
     assert row.answers["target"] == tokenizer("ly")["input_ids"]
 
 
@@ -392,7 +398,8 @@ def test_refuse_names_the_rows_and_says_what_to_do(prepare):
 
 
 def test_exclude_keeps_every_row_in_its_place(prepare):
-    rows = prepare(CAPITAL, OTHER | {"source_answer": "Ankara"}, CAPITAL | {"row_id": "third"})
+    third = CAPITAL | {"row_id": "third", "base_answer": "Rome"}
+    rows = prepare(CAPITAL, OTHER | {"source_answer": "Ankara"}, third)
     assert [row.row_id for row in rows] == ["austria", "norway", "third"]
     assert [row.reason is None for row in rows] == [True, False, True]
 
@@ -405,6 +412,12 @@ def test_no_usable_row_is_refused_under_every_policy(prepare):
 def test_a_row_name_given_twice_is_refused(prepare):
     message = refusal(lambda: prepare(CAPITAL, CAPITAL | {"base": OTHER["base"]}))
     assert "row_id 'austria' stands twice" in message
+
+
+def test_a_row_that_repeats_another_is_left_out(prepare):
+    first, second = prepare(CAPITAL, CAPITAL | {"row_id": "again"})
+    assert first.reason is None
+    assert "austria" in second.reason
 
 
 def test_messages_stay_on_one_line_when_prompts_do_not(prepare):
@@ -426,13 +439,20 @@ def test_a_row_is_known_by_its_contents_not_by_its_name_or_place(prepare):
     assert prepare(OTHER, CAPITAL)[1].row_key == key
 
 
+def test_rows_of_the_same_tokens_are_told_apart_in_any_order(prepare):
+    """One prompt with two foils: each row keeps its key when the file is reordered."""
+    other = CAPITAL | {"row_id": "other", "base_answer": "Rome"}
+    orders = [(CAPITAL, other, OTHER), (OTHER, other, CAPITAL)]
+    first, second = ({row.row_id: row.row_key for row in prepare(*order)} for order in orders)
+    assert len(set(first.values())) == 3
+    assert first == second
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"base": "The capital of Austria was"},
         {"source": "The capital of France was"},
-        {"source_answer": "London"},
-        {"word": "capital", "source_word": "capital"},
     ],
 )
 def test_whatever_decides_a_value_changes_the_key(prepare, change):
@@ -563,5 +583,7 @@ def test_columns_are_those_the_sweep_names():
 
 
 def test_a_table_holds_everything_of_the_rows(prepare):
-    rows = prepare(CAPITAL, OTHER | {"source_answer": "Ankara"}, OTHER | {"row_id": "x", "word": "z"})
+    rows = prepare(
+        CAPITAL, OTHER | {"source_answer": "Ankara"}, OTHER | {"row_id": "x", "word": "z"}
+    )
     assert from_table(to_table(rows)) == rows

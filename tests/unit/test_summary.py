@@ -15,12 +15,13 @@ from nnsweep.tables import read_table, summary_schema, values_schema, write_tabl
 
 BOOTSTRAP = Bootstrap(resamples=300)
 AXES = {"layer": "index"}
-SCHEMA = values_schema(AXES, ["a", "b"])
+SCHEMA = values_schema(AXES, ["one", "two"])
+MEASURES = ("one", "two")
 number = st.floats(-100, 100, width=32)
 
 
 def table_of(cells):
-    """cells[point][row] = (a, b); points and rows are named by their places."""
+    """cells[point][row] = (one, two); points and rows are named by their places."""
     records = [
         {
             "point_id": f"p{point}",
@@ -28,18 +29,18 @@ def table_of(cells):
             "row_id": f"r{row}",
             "status": "ok",
             "reason": None,
-            "a": a,
-            "b": b,
+            "one": one,
+            "two": two,
         }
         for point, line in enumerate(cells)
-        for row, (a, b) in enumerate(line)
+        for row, (one, two) in enumerate(line)
     ]
     return pa.Table.from_pylist(records, schema=SCHEMA)
 
 
 def summarized(cells, bootstrap=BOOTSTRAP):
     """(point_id, measure) -> record."""
-    frame = summary_frame(table_of(cells), ["layer"], ["a", "b"], bootstrap)
+    frame = summary_frame(table_of(cells), ["layer"], list(MEASURES), bootstrap)
     return {(r["point_id"], r["measure"]): r for r in frame.to_dict("records")}
 
 
@@ -61,7 +62,7 @@ def test_statistics_are_those_of_the_values_there_are(cells):
     found = summarized(cells)
     assert len(found) == 2 * len(cells)
     for point, line in enumerate(cells):
-        for place, measure in enumerate("ab"):
+        for place, measure in enumerate(MEASURES):
             record = found[f"p{point}", measure]
             there = [pair[place] for pair in line if pair[place] is not None]
             assert record["n"] == len(there)
@@ -83,7 +84,7 @@ def _expect(found, expected):
 def test_the_interval_contains_the_mean_and_lies_between_the_extremes(cells):
     for (point, measure), record in summarized(cells).items():
         if record["n"] > 1:
-            values = [pair["ab".index(measure)] for pair in cells[int(point[1:])]]
+            values = [pair[MEASURES.index(measure)] for pair in cells[int(point[1:])]]
             slack = 1e-9 * (1 + max(map(abs, values)))
             low, high = record["ci_low"], record["ci_high"]
             assert min(values) - slack <= low <= high <= max(values) + slack
@@ -93,7 +94,9 @@ def test_the_interval_contains_the_mean_and_lies_between_the_extremes(cells):
 def test_the_interval_is_that_of_a_bootstrap_drawn_otherwise():
     """A resample a time, from another generator: the interval agrees within its own noise."""
     values = np.random.default_rng(3).gamma(2.0, size=40)
-    record = summarized([[(v, 0.0) for v in values.tolist()]], Bootstrap(resamples=20_000))["p0", "a"]
+    record = summarized([[(v, 0.0) for v in values.tolist()]], Bootstrap(resamples=20_000))[
+        "p0", "one"
+    ]
     generator = np.random.default_rng(99)
     means = [generator.choice(values, size=40).mean() for _ in range(20_000)]
     low, high = np.quantile(means, [0.025, 0.975])
@@ -107,7 +110,7 @@ def test_the_confidence_decides_the_width():
     cells = [[(float(v), 0.0) for v in range(20)]]
     widths = []
     for confidence in (0.5, 0.9, 0.99):
-        record = summarized(cells, Bootstrap(resamples=2000, confidence=confidence))["p0", "a"]
+        record = summarized(cells, Bootstrap(resamples=2000, confidence=confidence))["p0", "one"]
         widths.append(record["ci_high"] - record["ci_low"])
     assert widths == sorted(set(widths))
 
@@ -116,14 +119,14 @@ def test_the_seed_decides_the_interval_and_nothing_else_does():
     cells = [[(float(v), -float(v)) for v in range(7)] for _ in range(3)]
     one, again, other = (summarized(cells, Bootstrap(resamples=300, seed=s)) for s in (1, 1, 2))
     assert one == again
-    assert one["p0", "a"]["ci_low"] != other["p0", "a"]["ci_low"]
-    assert one["p0", "a"]["mean"] == other["p0", "a"]["mean"]
+    assert one["p0", "one"]["ci_low"] != other["p0", "one"]["ci_low"]
+    assert one["p0", "one"]["mean"] == other["p0", "one"]["mean"]
 
 
 @given(grid_of(number))
 def test_a_point_does_not_depend_on_the_other_points(cells):
     whole, alone = summarized(cells), summarized(cells[:1])
-    for measure in "ab":
+    for measure in MEASURES:
         for name, value in alone["p0", measure].items():
             if isinstance(value, float):
                 assert whole["p0", measure][name] == pytest.approx(value, rel=1e-9, nan_ok=True)
@@ -147,15 +150,15 @@ def test_the_order_of_points_moves_nothing(cells, random):
     plain = summarized(cells)
     for new, old in enumerate(order):
         for name in ("n", "mean", "std", "ci_low", "ci_high"):
-            assert shuffled[f"p{new}", "a"][name] == pytest.approx(
-                plain[f"p{old}", "a"][name], nan_ok=True, rel=1e-9, abs=1e-12
+            assert shuffled[f"p{new}", "one"][name] == pytest.approx(
+                plain[f"p{old}", "one"][name], nan_ok=True, rel=1e-9, abs=1e-12
             )
 
 
 def test_missing_values_bring_the_interval_of_the_rest():
     line = [(float(v), 0.0) for v in range(9)]
     gaps = [*line[:4], (None, 0.0), *line[4:], (None, 0.0)]
-    whole, holed = summarized([line])["p0", "a"], summarized([gaps])["p0", "a"]
+    whole, holed = summarized([line])["p0", "one"], summarized([gaps])["p0", "one"]
     for name in ("n", "mean", "std", "ci_low", "ci_high"):
         assert holed[name] == pytest.approx(whole[name])
 
@@ -169,7 +172,7 @@ def test_a_point_without_values_has_nulls(tmp_path):
     assert first == {
         "point_id": "p0",
         "layer": 0,
-        "measure": "a",
+        "measure": "one",
         "n": 0,
         "mean": None,
         "std": None,
@@ -188,10 +191,10 @@ def test_the_table_is_in_order_and_has_the_same_bytes_twice(tmp_path):
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
     records = read_table(outputs[0], summary_schema(AXES)).to_pylist()
     assert [(r["point_id"], r["measure"]) for r in records] == [
-        (f"p{point}", measure) for point in range(12) for measure in "ab"
+        (f"p{point}", measure) for point in range(12) for measure in MEASURES
     ]
 
 
 def _sweep():
-    measures = {"a": {"kind": "kl"}, "b": {"kind": "match", "answer": "target"}}
+    measures = {"one": {"kind": "kl"}, "two": {"kind": "match", "answer": "target"}}
     return sweep_of(measures=measures)

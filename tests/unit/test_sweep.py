@@ -22,7 +22,6 @@ from nnsweep.sweep import (
     axis_kinds,
     axis_values,
     expand,
-    grid,
     references,
     uses_donor,
 )
@@ -234,13 +233,33 @@ def test_the_measured_position_is_no_axis(name):
     refused(lambda: sweep_of(measure_at=name), "measure_at")
 
 
+@pytest.mark.parametrize("name", ["n", "mean", "std", "row_id", "status", "point_id", "measure"])
+def test_no_axis_and_no_measure_is_called_like_a_column(name):
+    refused(lambda: setting(f"${name}", axes={name: [0.0]}), f"'{name}' is a column")
+    refused(lambda: sweep_of(measures={name: {"kind": "kl"}}), f"'{name}' is a column")
+
+
+def test_no_axis_is_called_like_a_measure():
+    refused(lambda: setting("$kl", axes={"kl": [0.0]}, measures={"kl": {"kind": "kl"}}), "both")
+
+
 def test_kinds_of_axes_follow_their_use():
-    writes = [HEAD, {"site": "embed", "position": "last", "noise": {"std": "$std", "seed": "$s"}}]
-    axes = {"s": [0], "std": [1], "value": [1], "position": ["last"], "head": [0], "layer": [0]}
+    writes = [
+        HEAD,
+        {"site": "embed", "position": "last", "noise": {"std": "$loudness", "seed": "$s"}},
+    ]
+    axes = {
+        "s": [0],
+        "loudness": [1],
+        "value": [1],
+        "position": ["last"],
+        "head": [0],
+        "layer": [0],
+    }
     kinds = axis_kinds(sweep_of(axes=axes, writes=writes))
     assert kinds == {
         "s": "index",
-        "std": "number",
+        "loudness": "number",
         "value": "number",
         "position": "string",
         "head": "index",

@@ -131,7 +131,8 @@ def test_published_types():
 
 
 @pytest.mark.parametrize(
-    "columns", [{"a": [1]}, {"b": [1], "a": [1]}, {"a": [1], "b": [1], "c": [1]}, {"a": [1], "B": [1]}]
+    "columns",
+    [{"a": [1]}, {"b": [1], "a": [1]}, {"a": [1], "b": [1], "c": [1]}, {"a": [1], "B": [1]}],
 )
 def test_other_columns_are_not_written(tmp_path, columns):
     schema = pa.schema([("a", pa.int32()), ("b", pa.int32())])
@@ -159,7 +160,7 @@ def test_a_file_with_other_columns_is_refused(tmp_path, other):
     path = tmp_path / "t.parquet"
     schema = pa.schema([("a", pa.int32())])
     write_table(path, pa.table({"a": [1]}), schema)
-    with pytest.raises(NnsweepError, match="t.parquet.*Delete it and run again"):
+    with pytest.raises(NnsweepError, match=r"t\.parquet.*Delete it and run again"):
         read_table(path, other)
 
 
@@ -168,7 +169,9 @@ def test_an_unreadable_table_is_named_with_what_to_do(tmp_path, content):
     path = tmp_path / "t.parquet"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(NnsweepError, match="t.parquet: not a readable table.*run again") as caught:
+    with pytest.raises(
+        NnsweepError, match=r"t\.parquet: not a readable table.*run again"
+    ) as caught:
         read_table(path)
     assert "\n" not in str(caught.value)
 
@@ -230,7 +233,11 @@ def test_files_have_the_usual_permissions(tmp_path):
 # --- plain data -------------------------------------------------------------------------------
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
     max_leaves=8,
 )

@@ -3,18 +3,9 @@
 from pathlib import Path
 
 import pytest
+
 from tiny import save_tiny
-from transformers import AutoTokenizer
-
-from nnsweep import models
 from workflow.project import Project, copy_workflow
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    """The small model's tokenizer."""
-    spec = {"id": "smollm2-135m", "revision": None, "dtype": "float32", "attention": "sdpa"}
-    return AutoTokenizer.from_pretrained(models.locate(models.prepare(spec)))
 
 
 @pytest.fixture(scope="session")
@@ -49,5 +40,3 @@ def fresh(tmp_path: Path, model: Path) -> Project:
 def bare(tmp_path: Path) -> Project:
     """The workflow as a fresh clone has it."""
     return copy_workflow(tmp_path / "project")
-
-

@@ -42,9 +42,7 @@ SWEEP: dict[str, Any] = {
     },
     "positions": {"subject": {"text": "word", "donor_text": "source_word"}},
     "axes": {"position": ["subject", "last"], "layer": [0, 1, 2]},
-    "writes": [
-        {"site": "resid_post", "layer": "$layer", "position": "$position", "set": "donor"}
-    ],
+    "writes": [{"site": "resid_post", "layer": "$layer", "position": "$position", "set": "donor"}],
     "measures": {
         "top": {"kind": "match", "answer": "target"},
         "gap": {"kind": "logit_diff", "answers": ["target", "foil"]},

@@ -45,3 +45,13 @@ def test_an_engine_out_of_reach_fails_and_leaves_no_table(copied):
     assert not (copied.results / "ndif" / "values.parquet").exists()
     assert times(files(copied.results / "local")) == before
     assert copied.run().idle
+
+
+def test_the_plan_does_not_follow_the_engine(copied):
+    """Else every switch plans and merges anew."""
+    config = copied / "config/config.yaml"
+    config.write_text(config.read_text() + "\nparity: {points: 2}\n")
+    assert copied.run("results/tiny/plan.json").code == 0
+    assert copied.run("-n").jobs("expand_sweep") == 0
+    for engine in ("ndif", "reference"):
+        assert copied.run("-n", engine=engine).jobs("expand_sweep") == 0, engine

@@ -3,29 +3,23 @@
 import pyarrow.parquet as pq
 import pytest
 
-from nnsweep.errors import UserError
 from workflow.inline import run_inline
 from workflow.project import ROWS
 
 
-def test_two_rows_of_the_same_content_are_both_measured_or_refused_at_once(
+def test_a_second_row_of_the_same_content_is_left_out_with_its_reason(
     copied, tmp_path, monkeypatch
 ):
+    """To every engine the two are one row: it would count twice in every mean."""
     monkeypatch.chdir(copied.root)
-    copied.write_prompts([*ROWS, ("france_again", *ROWS[0][1:])])
-    try:
-        run_inline(copied, tmp_path / "results")
-    except UserError as error:
-        assert "'france'" in str(error)
-        assert "france_again" in str(error)
-        return
-    table = pq.read_table(tmp_path / "results" / "local" / "values.parquet")
-    rows = {name: [] for name in ("france", "france_again")}
-    for row in table.to_pylist():
-        if row["row_id"] in rows:
-            rows[row["row_id"]].append(row["gap"])
-    assert rows["france"] == rows["france_again"]
-    assert len(rows["france"]) == 6
+    copied.write_prompts([*ROWS, ("again", *ROWS[0][1:])])
+    run_inline(copied, tmp_path / "results")
+    table = pq.read_table(tmp_path / "results" / "local" / "values.parquet").to_pylist()
+    twins = [row for row in table if row["row_id"] == "again"]
+    assert len(twins) == 6
+    assert all(row["status"] == "excluded" and "row france" in row["reason"] for row in twins)
+    first = [row for row in table if row["row_id"] == "france"]
+    assert all(row["status"] == "ok" for row in first)
 
 
 def test_a_donor_that_nothing_reads_is_no_obstacle(copied, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 def offline(home: Path) -> dict[str, str]:
     """No network at all, and the Hugging Face cache of `home`."""
-    nowhere = {name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTPS_PROXY")}
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:9")
     return nowhere | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home), "PIP_NO_INDEX": "1"}
 
 

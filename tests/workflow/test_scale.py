@@ -3,7 +3,6 @@
 import json
 
 from tiny import save_tiny
-
 from workflow.project import ROOT, copy_workflow
 
 NAME_LIMIT = 255

@@ -1,0 +1,151 @@
+"""Every family, every site, every write: the fast paths against plain hooks."""
+
+import math
+
+import pytest
+from harness import (
+    PAIR,
+    RECORDS,
+    difference,
+    effect,
+    largest_difference,
+    plan_of,
+    rows_of,
+    run,
+    run_chunks,
+    sweep_of,
+    whole_logits,
+)
+from sweeps import exact_sweeps, layered, mean_sweeps, write_vector
+
+from nnsweep import jobs
+from nnsweep.controls import judge
+from nnsweep.errors import UserError
+from nnsweep.plan import keys_of
+from tiny import FAMILIES, LAYERS
+
+TOLERANCE = 1e-4
+MEANS = ("mean", "mean z", "mean difference", "vector")
+UNMOVED = ("behaviour",)
+
+
+@pytest.fixture(scope="module")
+def prepared(tiny_model, opened, tokenizer, tmp_path_factory):
+    """A family's model, its two engines and the rows of a sweep."""
+
+    def get(family, sweep=None, **how):
+        model = tiny_model(family, **how)
+        engines = [opened(name, model) for name in ("local", "reference")]
+        rows = sweep and rows_of(sweep, tokenizer, tmp_path_factory.mktemp("rows"))
+        return model, *engines, rows
+
+    return get
+
+
+def compare(prepared, name, sweep, family, **how):
+    """Four ways through one sweep: reference, same shapes, stacked, and with reused tokens."""
+    model, local, reference, rows = prepared(family, sweep, **how)
+    expected = run(reference, sweep, model, rows, batch_rows=PAIR)
+    assert len(expected) > 1
+    assert name in UNMOVED or effect(expected) > 10 * TOLERANCE
+
+    same = run(local, sweep, whole_logits(model), rows, batch_rows=PAIR, recompute="exact")
+    allowed = TOLERANCE if name in MEANS else 0.0
+    assert largest_difference(expected, same, near("rank", allowed)) <= allowed
+
+    for recompute in ("exact", "fast"):
+        found = run(local, sweep, model, rows, recompute=recompute)
+        assert largest_difference(expected, found, ["rank"]) < TOLERANCE
+        assert all(
+            difference(values["rank"], found[key]["rank"]) <= 3 for key, values in expected.items()
+        )
+
+
+def near(name, allowed):
+    """Measures that are counts of near ties are compared only where bits are."""
+    return [name] if allowed else []
+
+
+@pytest.mark.parametrize("name", exact_sweeps())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_local_is_the_reference(prepared, family, name):
+    compare(prepared, name, exact_sweeps()[name], family)
+
+
+@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_local_is_the_reference_for_means_and_vectors(prepared, family, name, tmp_path):
+    width = prepared(family)[0]["shape"]["hidden"]
+    sweep = mean_sweeps(write_vector(tmp_path, LAYERS, width))[name]
+    compare(prepared, name, sweep, family)
+
+
+@pytest.mark.parametrize("name", ["patch resid_post", "several"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])
+def test_local_is_the_reference_with_eager_attention(prepared, family, name):
+    compare(prepared, name, exact_sweeps()[name], family, attention="eager")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_null_controls_hold(prepared, family):
+    sweep = layered("resid_post", set="donor")
+    model, local, reference, rows = prepared(family, sweep)
+    kinds = {name: measure.kind for name, measure in sweep.measures.items() if name != "rank"}
+    chunk = plan_of(sweep, model, rows).controls
+    for engine in (local, reference):
+        part = jobs.part_table(
+            chunk, keys_of(chunk), engine.run(chunk, lambda line: None).values, {}
+        )
+        verdict = judge(part, kinds, "float32")
+        assert len(verdict) == 4
+        assert all(control["holds"] is True for control in verdict.values()), verdict
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_bfloat16_runs_and_stays_near(prepared, family):
+    """Case C10: in bfloat16 a logit may move by half; nothing fails."""
+    sweep = exact_sweeps()["several"]
+    model, local, reference, rows = prepared(family, sweep, dtype="bfloat16")
+    expected = run(reference, sweep, model, rows)
+    for recompute in ("exact", "fast"):
+        found = run(local, sweep, model, rows, recompute=recompute)
+        assert found.keys() == expected.keys()
+        for key, values in found.items():
+            assert math.isfinite(values["kl"])
+            assert abs(values["logit"] - expected[key]["logit"]) < 1.0
+
+
+@pytest.mark.parametrize("family", ["gptj", "bloom"])
+def test_an_attention_that_the_family_lacks_is_one_line(tiny_model, family):
+    with pytest.raises(UserError, match="eager"):
+        tiny_model(family, attention="sdpa")
+
+
+@pytest.mark.parametrize("site", ["resid_post", "z", "embed"])
+def test_a_sweep_that_reads_no_donor_may_declare_one(prepared, site):
+    place = {"embed": {}, "z": {"layer": 1, "head": 0}}.get(site, {"layer": 1})
+    measures = {"kl": {"kind": "kl"}}
+    sweep = sweep_of(
+        writes=[{"site": site, "position": "last", "set": 0.0} | place], measures=measures
+    )
+    model, local, reference, rows = prepared("llama", sweep)
+    expected = run(reference, sweep, model, rows)
+    assert len(expected) == len(RECORDS)
+    assert largest_difference(expected, run(local, sweep, model, rows)) < TOLERANCE
+
+
+def points_a_pass(plan):
+    """How many points each pass of a plan holds."""
+    blocks = [block for chunk in plan.chunks for block in chunk["blocks"]]
+    return [len(item["points"]) for block in blocks for item in block["passes"]]
+
+
+def test_points_of_one_pass_do_not_mix(prepared):
+    """Several points in one forward: each equals its own run."""
+    sweep = layered("z", [2], set="donor")
+    model, local, _, rows = prepared("llama", sweep)
+    stacked = plan_of(sweep, model, rows)
+    alone = plan_of(sweep, model, rows, batch_rows=PAIR)
+    assert max(points_a_pass(stacked)) > 1 == max(points_a_pass(alone))
+    found, expected = (run_chunks(local, plan.chunks) for plan in (stacked, alone))
+    assert largest_difference(expected, found, ["rank"]) < TOLERANCE
