@@ -1,13 +1,15 @@
 """The workflow's configuration: where and how a sweep runs, never what it is."""
 
+import json
+import re
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field
 
 from nnsweep.documents import Strict, parse
 
 Count = Annotated[int, Field(strict=True, ge=1)]
+NUMBER = r"-?(0|[1-9]\d*)(\.\d+)?"
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -91,7 +93,12 @@ def read_config(value: dict[str, Any]) -> Config:
 
 
 def _typed(entry: Any) -> Any:
-    """Read the leaves of `--config parity='{points: 5}'`, which arrive as text, as YAML."""
+    """Numbers in `--config parity='{points: 5}'` arrive as text; they become numbers again."""
     if not isinstance(entry, dict):
         return entry
-    return {k: yaml.safe_load(v) if isinstance(v, str) else v for k, v in entry.items()}
+    return {key: _number(leaf) if isinstance(leaf, str) else leaf for key, leaf in entry.items()}
+
+
+def _number(text: str) -> Any:
+    """The number that a text is in JSON's strict sense (007 is none), else the text."""
+    return json.loads(text) if re.fullmatch(NUMBER, text) else text

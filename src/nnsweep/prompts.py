@@ -6,6 +6,7 @@ nothing is mapped to a neighbouring token or to the first piece of an answer.
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,18 +176,16 @@ def _tell_apart(rows: list[PromptRow]) -> None:
 
     The same row twice would count twice in every mean.
     """
-    first: dict[str, PromptRow] = {}
-    for row in rows:
-        if row.reason is not None:
-            continue
-        other = first.setdefault(row.row_key, row)
-        if other is not row and other.details() == row.details():
-            row.reason = f"the same prompt, answers and positions as row {other.row_id}"
-        elif other is not row:
+    usable = [row for row in rows if row.reason is None]
+    shared = Counter(row.row_key for row in usable)
+    for row in usable:
+        if shared[row.row_key] > 1:
             row.row_key = digest([row.row_key, row.details()])
-            twin = first.setdefault(row.row_key, row)
-            if twin is not row:
-                row.reason = f"the same prompt, answers and positions as row {twin.row_id}"
+    first: dict[str, str] = {}
+    for row in usable:
+        twin = first.setdefault(row.row_key, row.row_id)
+        if twin != row.row_id:
+            row.reason = f"the same prompt, answers and positions as row {twin}"
 
 
 def _apply_policy(sweep: Sweep, rows: list[PromptRow], path: Path) -> None:

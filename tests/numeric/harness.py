@@ -63,18 +63,21 @@ def record(base: str, source: str, word: str, source_word: str, *answers: str) -
     }
 
 
-CAPITAL, MAYOR, THINK = "The capital of {} is", "The mayor of {} is", "I think the capital of {} is"
+CAPITAL, PEOPLE = "The capital of {} is", "In {}, people live"
+MAYOR = "The mayor of {} is"
+THINK, KNOW = "I think the capital of {} is", "I know {} is known as nice"
 
 RECORDS = [
     record(CAPITAL, CAPITAL, "Austria", "France", "Vienna", "Paris"),
-    record(CAPITAL, CAPITAL, "Norway", "Germany", "Oslo", "Berlin"),
+    record(PEOPLE, PEOPLE, "Norway", "Germany", "Oslo", "Berlin"),
     record(MAYOR, MAYOR, "New York", "Los Angeles", "Ed", "Bill"),
     record(MAYOR, MAYOR, "Santa Monica", "New York", "Bob", "Ed"),
     record(THINK, CAPITAL, "Poland", "Egypt", "Warsaw", "Cairo"),
-    record(THINK, CAPITAL, "Italy", "Spain", "Rome", "Madrid"),
+    record(KNOW, CAPITAL, "Italy", "Spain", "Rome", "Madrid"),
 ]
 """Prompts of 5, 6 and 7 tokens, spans of one and two tokens, and two donors shorter than their
-prompt: three pairs of lengths with two rows each, so that `PAIR` rows fill a pass."""
+prompt: three pairs of lengths with two rows each, so that `PAIR` rows fill a pass. Rows of one
+pass have their subjects at different tokens."""
 
 PAIR = 2
 

@@ -41,10 +41,11 @@ def test_good_controls_hold():
     assert all(control["largest"] == 0.0 for control in verdict.values())
 
 
+@pytest.mark.parametrize("by", [0.5, -0.5])
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_control_that_moved_does_not_hold(name):
+def test_a_control_that_moved_does_not_hold(name, by):
     ours = GOOD[name]
-    moved = judged(**{name: (ours[0] + 0.5, *ours[1:])})
+    moved = judged(**{name: (ours[0] + by, *ours[1:])})
     assert {other for other, control in moved.items() if not control["holds"]} == {name}
     assert moved[name]["largest"] == pytest.approx(0.5)
 
