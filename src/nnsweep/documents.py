@@ -118,7 +118,8 @@ def _holds(value: Any, part: int | str) -> bool:
 def _sentence(model: type[BaseModel], place: tuple[int | str, ...], items: list[Any]) -> str:
     kinds = {item["type"] for item in items}
     if "extra_forbidden" in kinds:
-        return "unknown key" + _suggest(str(place[-1]), _keys_at(model, place[:-1]))
+        found = f"unknown key (value {_show(items[0]['input'])})"
+        return found + _suggest(str(place[-1]), _keys_at(model, place[:-1]))
     if "missing" in kinds:
         return "this key is required"
     for item in items:

@@ -130,7 +130,7 @@ class FakeNdif:
         pages: path -> JSON value or fault of any other GET.
         posts: How many requests arrived whole, spoilt ones included.
         sessions: The payload of every session that was taken in.
-        headers: The headers of every request that arrived whole.
+        headers, bodies: What every request that arrived whole consisted of.
         polls: Job ids asked for, answered or not.
         pause: Seconds between two pieces of a result.
         host: The server's base URL.
@@ -145,6 +145,7 @@ class FakeNdif:
         self.posts = 0
         self.sessions: list[Any] = []
         self.headers: list[Plain] = []
+        self.bodies: list[bytes] = []
         self.polls: list[str] = []
         self.pause = 0.0
         self.over = threading.Event()
@@ -219,6 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.fake.posts += 1
         self.fake.headers.append(dict(self.headers))
+        self.fake.bodies.append(body)
         if not self.spoilt(_next(self.fake.submit)):
             job = self.fake.accept(_blob(self.headers["Content-Type"], body))
             self.send(200, {"id": job, "status": "RECEIVED"})

@@ -145,6 +145,7 @@ def test_the_key_travels_in_its_header_only(fake: FakeNdif) -> None:
     sent = {name.lower(): value for name, value in fake.headers[0].items()}
     assert sent.pop("ndif-api-key") == KEY
     assert KEY not in str(sent)
+    assert KEY.encode() not in fake.bodies[0]
     assert {"nnsight-version", "python-version"} <= set(sent)
 
 

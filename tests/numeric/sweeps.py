@@ -70,7 +70,7 @@ def exact_sweeps() -> dict[str, Sweep]:
     logits = {"site": "logits", "position": "$position", "set": 1.5}
     return {
         "patch resid_post": layered("resid_post", set="donor"),
-        "patch attn_out": layered("attn_out", set="donor"),
+        "patch attn_out": layered("attn_out", [0, 2], set="donor"),
         "patch resid_pre": layered("resid_pre", [0, 2], set="donor"),
         "patch mlp_out": layered("mlp_out", [1, 3], set="donor"),
         "patch z": layered("z", [2], set="donor"),

@@ -484,17 +484,31 @@ def test_noise_does_not_depend_on_the_other_rows(tmp_path):
     assert all(merged[row] == seed for edit in fewer for row, seed in edit.items())
 
 
+def seeds_by_name(tmp_path, records):
+    """row_id -> seed of a sweep of one noise write."""
+    sweep = sweep_of(axes={"loudness": [1.0], "seed": [0]}, writes=[NOISE], on_bad_row="exclude")
+    rows = rows_of(sweep, tmp_path, records)
+    names = {row.row_key: row.row_id for row in rows if row.reason is None}
+    edits = seeds_of(plan_of(sweep, rows))
+    return {names[key]: seed for edit in edits for key, seed in edit.items()}
+
+
 def test_noise_does_not_depend_on_the_order_of_rows(tmp_path):
     """Also where two rows have the same tokens."""
-    sweep = sweep_of(axes={"loudness": [1.0], "seed": [0]}, writes=[NOISE], on_bad_row="exclude")
-    found = []
-    for records in (SIBLINGS, SIBLINGS[::-1]):
-        rows = rows_of(sweep, tmp_path, records)
-        names = {row.row_key: row.row_id for row in rows}
-        edits = seeds_of(plan_of(sweep, rows))
-        found.append({names[key]: seed for edit in edits for key, seed in edit.items()})
-    assert len(found[0]) == len(SIBLINGS)
-    assert found[0] == found[1]
+    found = seeds_by_name(tmp_path, SIBLINGS)
+    assert len(found) == len(SIBLINGS)
+    assert seeds_by_name(tmp_path, SIBLINGS[::-1]) == found
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"row_id": "other answers", "base_answer": "maybe"}, {"row_id": "repeated"}],
+    ids=lambda change: change["row_id"],
+)
+def test_a_row_of_the_same_tokens_moves_no_noise(tmp_path, more):
+    plain = seeds_by_name(tmp_path, RECORDS)
+    beside = seeds_by_name(tmp_path, [*RECORDS, RECORDS[0] | more])
+    assert {name: beside[name] for name in plain} == plain
 
 
 def test_another_seed_layer_or_head_is_other_noise(tmp_path):

@@ -448,6 +448,14 @@ def test_rows_of_the_same_tokens_are_told_apart_in_any_order(prepare):
     assert first == second
 
 
+def test_a_repeated_row_changes_no_key(prepare):
+    """The repetition is left out; what is left is what was there without it."""
+    plain = prepare(CAPITAL, OTHER)
+    first, repeated, last = prepare(CAPITAL, CAPITAL | {"row_id": "again"}, OTHER)
+    assert repeated.reason
+    assert [first.row_key, last.row_key] == [row.row_key for row in plain]
+
+
 @pytest.mark.parametrize(
     "change",
     [

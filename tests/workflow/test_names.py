@@ -1,6 +1,7 @@
 """One name for a rule, its script and its logs; generated files and pins are in step."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,6 @@ def test_the_environment_of_rules_has_the_locked_versions():
 
 
 def test_the_environment_of_rules_has_every_dependency():
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     environment = yaml.safe_load((ROOT / "envs" / "local.yaml").read_text())
     (listed,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
@@ -89,8 +88,6 @@ def test_the_environment_of_rules_has_every_dependency():
 
 
 def test_locks_satisfy_the_project():
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     locked = pins(ROOT / "requirements.lock")
     for requirement in map(Requirement, project["dependencies"]):

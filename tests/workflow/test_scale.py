@@ -1,6 +1,6 @@
 """More than ten thousand points: planned and dry-run in seconds, in a few hundred jobs at most."""
 
-import json
+import yaml
 
 from tiny import save_tiny
 from workflow.project import ROOT, copy_workflow
@@ -24,7 +24,7 @@ def test_ten_thousand_points_are_few_jobs(tokenizer, tmp_path):
             {"site": "z", "layer": "$layer", "head": "$head", "position": "last", "set": "$value"}
         ],
     )
-    default = json.loads(_default("chunk_passes"))
+    default = yaml.safe_load((ROOT / "config/config.yaml").read_text())["chunk_passes"]
     done = project.run("results/tiny/plan.json", chunk_passes=default)
     assert done.code == 0, done.out
     assert project.plan()["points"] == 30 * 9 * 38
@@ -37,12 +37,3 @@ def test_ten_thousand_points_are_few_jobs(tokenizer, tmp_path):
     assert len(names) > 40
     assert max(len(part) for name in names for part in name.split("/")) < NAME_LIMIT
     assert max(map(len, names)) < NAME_LIMIT
-
-
-def _default(key: str) -> str:
-    (line,) = [
-        line
-        for line in (ROOT / "config" / "config.yaml").read_text().splitlines()
-        if line.startswith(f"{key}:")
-    ]
-    return line.split("#")[0].split(":")[1].strip()

@@ -20,6 +20,8 @@ try:
 except UserError as error:
     raise WorkflowError(str(error)) from None
 
+# With defaults filled in and numbers that came as text from the command line read as numbers.
+config.update(CONFIG.model_dump(mode="json"))
 validate(config, "../schemas/config.schema.yaml")
 
 SWEEP = SPEC.name
