@@ -324,5 +324,5 @@ def _reason(specs: Sequence[Plain], bad: Any) -> str:
 def settings_of(config: Config) -> Settings:
     """The plan's settings in the workflow's configuration."""
     wanted = config.parity.points
-    sampled = wanted if config.engine == "ndif" and isinstance(wanted, int) else 0
+    sampled = wanted if isinstance(wanted, int) else 0
     return Settings(config.batch_rows, config.chunk_passes, config.recompute, sampled)

@@ -318,7 +318,8 @@ class _Context:
         tap = edit["tap"]
         place = [edit["operand"]["seed"], tap["path"], tap["side"], tap["low"]]
         rows = [self.rows[i] for i in block]
-        facts = [[*place, row.positions[edit["position"]].base, row.row_key] for row in rows]
+        # From the tokens, not from the key, which may have to tell rows of equal tokens apart.
+        facts = [[*place, row.positions[edit["position"]].base, row.key()] for row in rows]
         seeds = [int(digest(fact)[:15], 16) for fact in facts]
         return edit | {"operand": edit["operand"] | {"seeds": seeds}}
 

@@ -176,16 +176,16 @@ def _tell_apart(rows: list[PromptRow]) -> None:
 
     The same row twice would count twice in every mean.
     """
+    first: dict[str, str] = {}
+    for row in (row for row in rows if row.reason is None):
+        twin = first.setdefault(digest([row.row_key, row.details()]), row.row_id)
+        if twin != row.row_id:
+            row.reason = f"the same prompt, answers and positions as row {twin}"
     usable = [row for row in rows if row.reason is None]
     shared = Counter(row.row_key for row in usable)
     for row in usable:
         if shared[row.row_key] > 1:
             row.row_key = digest([row.row_key, row.details()])
-    first: dict[str, str] = {}
-    for row in usable:
-        twin = first.setdefault(row.row_key, row.row_id)
-        if twin != row.row_id:
-            row.reason = f"the same prompt, answers and positions as row {twin}"
 
 
 def _apply_policy(sweep: Sweep, rows: list[PromptRow], path: Path) -> None:

@@ -397,9 +397,11 @@ def test_finished_sessions_of_a_killed_job_are_not_sent_again(
     run_and_kill(fake, tmp_path / "journal", lambda: "job3" in fake.polls, passes=8)
     assert sizes(fake) == [8, 4, 4]
     fake.finish(3)
+    fake.polls.clear()
     chunk, runner = chunk_of(passes=8), sessions()
     check(runner.run(chunk), chunk)
     assert sizes(fake) == [8, 4, 4], "what was too long is not sent again either"
+    assert set(fake.polls) == {"job3"}, "finished values are on disk"
     assert [record["rows"] for record in runner.records] == [8, 8]
     assert all(record["result_bytes"] for record in runner.records)
 

@@ -72,8 +72,3 @@ def planned(project: Project, **config) -> set[str]:
 
 def test_larger_chunks_leave_finished_chunks_as_they_are(copied):
     assert planned(copied, chunk_passes=1000) == set()
-
-
-def test_a_lost_layer_needs_no_pass(copied):
-    copied.write_sweep(axes=SWEEP["axes"] | {"layer": [0, 1]})
-    assert planned(copied) == set()

@@ -72,6 +72,15 @@ def engine_parts(wildcards):
     return parts_of(wildcards, wildcards.engine, names)
 
 
+def finished_parts(wildcards):
+    """Every part of the plan, so that one that was lost is run again."""
+    done = checkpoints.expand_sweep.get(sweep=SWEEP)
+    plan = json.loads(Path(done.output.plan).read_text())
+    names = [*plan["chunks"], *([plan["controls"]] if plan["controls"] else [])]
+    folder = f"results/{SWEEP}/{ENGINE}/chunks"
+    return [f"{folder}/{name}.{end}" for name in names for end in ("parquet", "json")]
+
+
 def parity_inputs(wildcards):
     """Two engines' tables; or one engine's sample and the other's table."""
     folder = f"results/{wildcards.sweep}"
