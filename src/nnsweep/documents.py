@@ -185,6 +185,12 @@ class _UniqueKeys(yaml.SafeLoader):
     """YAML that refuses a key given twice, where plain YAML keeps the last silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        merges = [key for key, _ in node.value if key.tag == "tag:yaml.org,2002:merge"]
+        if merges:
+            raise yaml.constructor.ConstructorError(
+                problem="merge keys (<<) hide what a file says; write the keys out",
+                problem_mark=merges[0].start_mark,
+            )
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:

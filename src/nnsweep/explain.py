@@ -50,7 +50,7 @@ def _size(
 ) -> Iterator[str]:
     shape = model["shape"]
     usable = sum(row.reason is None for row in rows)
-    passes, naive = forward_passes(plan.chunks), naive_passes(plan.points, settings.batch_rows)
+    passes, naive = forward_passes(plan.chunks), naive_passes(plan.chunks)
     work, full = work_of(plan, settings.recompute), full_work(plan)
     yield (
         f"{sweep.name} on {model['id']} ({shape['family']}, {shape['layers']} layers, "

@@ -26,7 +26,7 @@ from nnsweep.plan import (
     naive_passes,
     pass_ids,
 )
-from nnsweep.sweep import Sweep, axis_kinds
+from nnsweep.sweep import Sweep, axis_kinds, expand
 from nnsweep.tables import (
     digest,
     part_schema,
@@ -51,6 +51,22 @@ def read_sweep(path: Path) -> Sweep:
     if sweep.name != path.stem:
         raise UserError(f"{path}: name is '{sweep.name}'. Name the sweep as its file: {path.stem}.")
     return sweep
+
+
+def size_line(sweep: Sweep, model: Path) -> str:
+    """One line before anything runs: how many points, as far as that can be known."""
+    described = read_json(model) if model.exists() else {"id": None}
+    if described["id"] == sweep.model.id:
+        shape = described["shape"]
+        return f"{sweep.name}: {len(expand(sweep, shape['layers'], shape['heads']))} points"
+    axes = " x ".join(f"{name} ({_count(axis)})" for name, axis in sweep.axes.items()) or "no axes"
+    return f"{sweep.name}: {axes}; points are counted once the model is prepared"
+
+
+def _count(axis: Any) -> str:
+    if axis == "all":
+        return "all"
+    return str(len(axis if isinstance(axis, list) else axis.values()))
 
 
 def prepare_model(spec: Plain, output: Path, weights: bool = True) -> None:
@@ -122,7 +138,7 @@ def plan_summary(plan: Plan, settings: Settings) -> Plain:
         "sample": plan.sample and plan.sample["chunk_id"],
         "points": len(plan.points),
         "forward_passes": forward_passes(plan.chunks),
-        "forward_passes_naive": naive_passes(plan.points, settings.batch_rows),
+        "forward_passes_naive": naive_passes(plan.chunks),
         "settings": settings.__dict__,
     }
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -77,10 +78,13 @@ def read_parts(folder: Path, names: Sequence[str], measures: list[str]) -> pd.Da
     schema = part_schema(measures)
     tables = [read_table(folder / f"{name}.parquet", schema) for name in names]
     frame = pa.concat_tables(tables).to_pandas(types_mapper=_nullable)
-    doubled = frame[frame.duplicated(KEYS)]
-    if len(doubled):
-        key = tuple(doubled.iloc[0][KEYS])
-        raise CheckFailed(f"value {key} came back twice. Delete {folder} and run again.")
+    doubled = frame.duplicated(KEYS)
+    if doubled.any():
+        place = int(doubled.to_numpy().argmax())
+        key = " on row ".join(frame.iloc[place][KEYS])
+        owner = np.repeat(names, [len(table) for table in tables])[place]
+        part = folder / f"{owner}.parquet"
+        raise CheckFailed(f"point {key} stands twice; delete {part} and run again.")
     return frame
 
 

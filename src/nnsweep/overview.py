@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from nnsweep.measures import REGISTRY
+from nnsweep.summary import extremes
 from nnsweep.sweep import Sweep, axis_kinds
 from nnsweep.tables import read_json, read_table, summary_schema, write_text
 
@@ -47,13 +49,19 @@ def _result(record: Mapping[str, Any]) -> str:
     return _table(
         [
             ("points", record["points"]),
-            ("values", ", ".join(f"{n} {name}" for name, n in values.items())),
+            ("value rows", _counts(values)),
             ("forward passes", f"{run} (a loop without reuse: {naive})"),
             *_remote(record["remote"]),
             ("seconds in sessions", f"{record['seconds']['run']:.1f}"),
             ("peak memory", f"{record['peak_memory_bytes'] / 1e9:.2f} GB"),
         ]
     )
+
+
+def _counts(values: Mapping[str, int]) -> str:
+    """How many value rows are ok, and how many are not, if any."""
+    counts = [(name, values[name]) for name in ("ok", "excluded", "error")]
+    return ", ".join(f"{n} {name}" for name, n in counts if n or name == "ok")
 
 
 def _remote(cost: Mapping[str, Any] | None) -> list[tuple[str, str]]:
@@ -70,19 +78,15 @@ def _extremes(sweep: Sweep, summary: Path) -> str:
     axes = axis_kinds(sweep)
     frame = read_table(summary, summary_schema(axes)).to_pandas()
     rows = []
-    for measure in sweep.measures:
-        part = frame[(frame["measure"] == measure) & frame["mean"].notna()]
-        if part.empty:
-            continue
-        for what, place in (
-            ("largest", part["mean"].idxmax()),
-            ("smallest", part["mean"].idxmin()),
-        ):
-            row = part.loc[place]
-            where = ", ".join(f"{name} {row[name]}" for name in axes) or "the one point"
-            interval = f"{row['mean']:.4g} [{row['ci_low']:.4g}, {row['ci_high']:.4g}]"
-            rows.append((measure, what, interval, where, int(row["n"])))
-    return _table(rows, ("measure", "", "mean [interval]", "where", "n"))
+    for measure, spec in sweep.measures.items():
+        name = f"{measure}<br><small>{html.escape(REGISTRY[spec.kind].definition)}</small>"
+        for found in extremes(frame, list(axes), measure):
+            interval = f"{found.mean:.4g} [{found.low:.4g}, {found.high:.4g}]"
+            ties = f" and {found.ties} other points" if found.ties else ""
+            word = found.word if axes else ""
+            rows.append((name, word, interval, found.where + ties, found.rows))
+            name = ""
+    return _table(rows, ("measure", "", "mean [interval]", "where", "rows"))
 
 
 def _controls(controls: Mapping[str, Mapping[str, Any]]) -> str:

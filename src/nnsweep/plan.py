@@ -6,7 +6,6 @@ Rows that share a pass have prompts of equal length (and donors of equal length)
 a padding token, hence no padding to go wrong.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -526,9 +525,14 @@ def forward_passes(chunks: Iterable[Plain]) -> int:
     )
 
 
-def naive_passes(points: Sequence[Point], batch_rows: int) -> int:
-    """Model calls of a loop that runs prompt and donor anew for every point."""
-    return sum(2 * math.ceil(len(point.rows) / batch_rows) for point in points)
+def naive_passes(chunks: Iterable[Plain]) -> int:
+    """Model calls of a loop over the same rows that runs prompt and donor anew for every point."""
+    return sum(
+        len(item["points"]) * (1 + bool(block["donor_ids"]))
+        for chunk in chunks
+        for block in chunk["blocks"]
+        for item in block["passes"]
+    )
 
 
 def _slices[Item](items: Sequence[Item], size: int) -> list[Sequence[Item]]:

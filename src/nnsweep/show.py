@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsweep.errors import UserError
+from nnsweep.summary import extremes
 from nnsweep.tables import read_json, read_table
 
 
@@ -24,7 +25,7 @@ def _head(record: dict[str, Any]) -> Iterator[str]:
     values, passes = record["values"], record["forward_passes"]
     yield (
         f"{record['sweep']} on {record['model']['id']}, engine {record['engine']}: "
-        f"{record['points']} points, {values['ok']} values, {values['excluded']} excluded, "
+        f"{record['points']} points, {values['ok']} value rows, {values['excluded']} excluded, "
         f"{values['error']} in error"
     )
     yield (
@@ -44,16 +45,16 @@ def _extremes(folder: Path) -> Iterator[str]:
     frame = read_table(folder / "summary.parquet").to_pandas()
     axes = list(frame.columns[1 : frame.columns.get_loc("measure")])
     for measure in frame["measure"].unique():
-        part = frame[(frame["measure"] == measure) & frame["mean"].notna()]
-        if part.empty:
+        found = extremes(frame, axes, measure)
+        if not found:
             yield f"  {measure}: no values"
-            continue
-        best = part.loc[part["mean"].idxmax()]
-        where = ", ".join(f"{name} {best[name]}" for name in axes)
-        yield (
-            f"  {measure}: largest {best['mean']:.3g} [{best['ci_low']:.3g}, {best['ci_high']:.3g}]"
-            + (f" at {where}; smallest {part['mean'].min():.3g}" if axes else "")
-        )
+        for one in found:
+            ties = f" and {one.ties} other points" if one.ties else ""
+            word = one.word if axes else "mean"
+            yield (
+                f"  {measure}: {word} {one.mean:.3g} [{one.low:.3g}, {one.high:.3g}] "
+                f"at {one.where}{ties} ({one.rows} rows)"
+            )
 
 
 def _controls(record: dict[str, Any]) -> Iterator[str]:

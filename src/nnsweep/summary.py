@@ -1,6 +1,9 @@
 """Means, spreads and bootstrap intervals over prompt rows."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -65,7 +68,8 @@ def _intervals(
         weights = _weights(int(count), bootstrap)
         for start in range(0, len(members), 1024):
             some = members[start : start + 1024]
-            dense = filled[some][there[some]].reshape(len(some), count)
+            # In order of value, so that the order of the prompt file moves no interval.
+            dense = np.sort(filled[some][there[some]].reshape(len(some), count), axis=1)
             means = dense @ weights.T
             low[some], high[some] = np.quantile(means, [tail, 1 - tail], axis=1)
     return low, high
@@ -76,3 +80,40 @@ def _weights(count: int, bootstrap: Bootstrap) -> np.ndarray:
     generator = np.random.default_rng([bootstrap.seed, count])
     even = np.full(count, 1 / count)
     return generator.multinomial(count, even, size=bootstrap.resamples) / count
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The point where a measure's mean is largest or smallest.
+
+    Attributes:
+        word: largest or smallest.
+        mean, low, high: The mean and its interval.
+        rows: How many prompt rows the mean is over.
+        where: The axis values of the first such point.
+        ties: How many other points have the very same mean.
+    """
+
+    word: str
+    mean: float
+    low: float
+    high: float
+    rows: int
+    where: str
+    ties: int
+
+
+def extremes(frame: pd.DataFrame, axes: Sequence[str], measure: str) -> list[Extreme]:
+    """The largest and the smallest mean of a measure in a summary; none without values."""
+    part = frame[(frame["measure"] == measure) & frame["mean"].notna()]
+    if part.empty:
+        return []
+    places = [("largest", part["mean"].idxmax()), ("smallest", part["mean"].idxmin())]
+    return [_extreme(part, axes, word, place) for word, place in places[: 2 if axes else 1]]
+
+
+def _extreme(part: pd.DataFrame, axes: Sequence[str], word: str, place: Any) -> Extreme:
+    row = part.loc[place]
+    where = ", ".join(f"{name} {row[name]}" for name in axes) or "the one point"
+    ties = int((part["mean"] == row["mean"]).sum()) - 1
+    return Extreme(word, row["mean"], row["ci_low"], row["ci_high"], int(row["n"]), where, ties)

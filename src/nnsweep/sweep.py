@@ -419,6 +419,9 @@ def grid(sweep: Sweep, values: dict[str, list[Any]]) -> list[dict[str, Any]]:
     cells = [
         {k: v for part in parts for k, v in part.items()} for parts in itertools.product(*columns)
     ]
+    for number, rule in enumerate(sweep.exclude):
+        if not any(_matches(cell, rule) for cell in cells):
+            raise UserError(f"exclude.{number}: {rule} matches no point. Mend or remove it.")
     kept = [cell for cell in cells if not any(_matches(cell, rule) for rule in sweep.exclude)]
     if not kept:
         raise UserError("exclude: no point is left. Remove an exclusion.")

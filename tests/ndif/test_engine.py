@@ -4,13 +4,21 @@ import csv
 import json
 import pickle
 import re
+import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import yaml
 import zstandard
@@ -27,8 +35,8 @@ from nnsweep.ndif.transport import Deadlines
 from nnsweep.plan import Settings, keys_of, make_plan, pass_ids
 from nnsweep.prompts import prepare_rows
 from nnsweep.sweep import Sweep
-from nnsweep.tables import read_json, read_table, write_json
-from workflow.project import COLUMNS, ROWS, SWEEP
+from nnsweep.tables import read_json, read_table, write_json, write_table
+from workflow.project import COLUMNS, ROWS, SWEEP, Done, Project, copy_workflow, finish
 
 Plain = dict[str, Any]
 CONFIG = read_config({"threads": 1, "ndif": {"pause_s": 0.05, "connect_s": 5}})
@@ -345,3 +353,157 @@ def test_a_bad_point_is_isolated_and_the_others_are_kept(
     assert set(found.errors.values()) == {found.errors[good]}
     assert re.fullmatch(r"IndexError: index \d+ is out of bounds .*", found.errors[good])
     assert requests() == 4, "the whole, one without writes, and two halves"
+
+
+# --- the workflow ---------------------------------------------------------------------------------
+
+PLANTED = "planted-marker-4f1c9a"
+VERDICT = "results/tiny/parity/local-vs-ndif.json"
+VALUES = "results/tiny/ndif/values.parquet"
+
+
+@dataclass
+class Flow:
+    """A workflow on NDIF that was killed once and run again.
+
+    Attributes:
+        project: Its folder.
+        runs: What each run said.
+        requests: How many requests the server had received when it was killed, and in the end.
+    """
+
+    project: Project
+    runs: list[Done]
+    requests: tuple[int, int]
+
+
+def on(host: str) -> dict[str, str]:
+    """The environment of a run on a server."""
+    return {"NDIF_HOST": host, "NDIF_API_KEY": PLANTED, "HF_HUB_OFFLINE": "1"}
+
+
+def project_of(folder: Path, tiny: Plain) -> Project:
+    """The tiny sweep over a model that the server knows by the same path; a stray module."""
+    project = copy_workflow(folder, Path(tiny["id"]))
+    project.write_sweep(model={"id": tiny["id"]}, measures=MEASURES)
+    (folder / "stray_module.py").write_text(STRAY)
+    return project
+
+
+@pytest.fixture(scope="module")
+def flow(
+    ndif_server: ServerState,
+    ndif_state_dir: Path,
+    deployed: None,
+    tiny: Plain,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Flow:
+    """Kill a run while its first session runs, then finish it; one session at a time."""
+    project = project_of(tmp_path_factory.mktemp("flow") / "project", tiny)
+    count = len(server.received(ndif_state_dir))
+    env, config = on(ndif_server.host), {"engine": "ndif", "chunk_passes": 64}
+    process = project.start(VALUES, "--resources", "ndif_sessions=1", env=env, **config)
+    killed = kill_when(process, lambda: bool(journals(project)))
+    then = len(server.received(ndif_state_dir)) - count
+    runs = [killed, project.run("--unlock"), project.run(VALUES, VERDICT, env=env, **config)]
+    assert [run.code for run in runs[1:]] == [0, 0], runs[-1].out
+    return Flow(project, runs, (then, len(server.received(ndif_state_dir)) - count))
+
+
+def journals(project: Project) -> list[Path]:
+    """What is on disk of jobs that were submitted."""
+    return list((project.results / "ndif" / "jobs").glob("*/*.json"))
+
+
+def kill_when(process: subprocess.Popen[str], due: Callable[[], bool]) -> Done:
+    """SIGKILL to Snakemake and all its jobs at some moment, or after five minutes."""
+    deadline = time.monotonic() + 300
+    while not due() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if process.poll() is None:
+        family = psutil.Process(process.pid)
+        for victim in [*family.children(recursive=True), family]:
+            victim.send_signal(signal.SIGKILL)
+    return finish(process)
+
+
+def test_a_killed_run_submits_nothing_twice(flow: Flow) -> None:
+    """A trial session and the first chunk; then the second, and what the server itself failed."""
+    assert flow.runs[0].code == -signal.SIGKILL
+    parts = (flow.project.results / "ndif" / "chunks").glob("*.json")
+    tries = [session["attempts"] for path in parts for session in read_json(path)["sessions"]]
+    assert len(tries) == 2
+    assert flow.requests == (2, 1 + sum(tries))
+    logs = [path.read_text() for path in (flow.project / "logs/tiny/run_chunk/ndif").iterdir()]
+    assert sorted("re-attaching to job" in log for log in logs) == [False, True]
+    assert not journals(flow.project)
+
+
+def test_both_engines_write_the_same_bytes(flow: Flow) -> None:
+    local, remote = (flow.project.results / name / "values.parquet" for name in ("local", "ndif"))
+    assert local.read_bytes() == remote.read_bytes()
+    verdict = read_json(flow.project / VERDICT)
+    assert verdict["holds"]
+    assert verdict["classes"]["identical"] == verdict["values"] == 6 * 5 * 4
+    sessions = read_table(remote.parent / "sessions.parquet").to_pylist()
+    assert sum(session["rows"] for session in sessions) == 6 * 5
+
+
+def test_the_key_is_in_no_file_and_on_no_screen(flow: Flow, ndif_state_dir: Path) -> None:
+    files = [path for path in flow.project.root.rglob("*") if path.is_file()]
+    assert {".snakemake", "results", "logs", "benchmarks"} <= {
+        path.relative_to(flow.project.root).parts[0] for path in files
+    }
+    files += [path for path in ndif_state_dir.rglob("*") if path.is_file()]
+    assert [path for path in files if PLANTED in contents(path)] == []
+    assert not [run for run in flow.runs if PLANTED in run.out]
+
+
+def contents(path: Path) -> str:
+    """Everything that a file says; tables are compressed."""
+    if path.suffix == ".parquet":
+        return str(read_table(path).to_pylist())
+    return path.read_bytes().decode("latin-1")
+
+
+def test_a_second_run_does_nothing(flow: Flow) -> None:
+    done = flow.project.run(
+        VALUES, VERDICT, env=on("http://127.0.0.1:9"), engine="ndif", chunk_passes=64
+    )
+    assert done.idle, done.out
+
+
+def test_a_dry_run_needs_no_server(tiny: Plain, tmp_path: Path) -> None:
+    project = project_of(tmp_path / "project", tiny)
+    done = project.run("-n", env=on("http://127.0.0.1:9"), engine="ndif")
+    assert done.code == 0, done.out
+    assert done.jobs("prepare_model") == 1
+
+
+def test_a_sample_of_points_is_compared(flow: Flow, tmp_path: Path) -> None:
+    """With `parity.points` the other engine runs a few passes; nothing more is sent to NDIF."""
+    project = flow.project.copy(tmp_path / "project")
+    for name in ("local", "parity"):
+        shutil.rmtree(project.results / name)
+    nowhere = on("http://127.0.0.1:9")
+    config = {"engine": "ndif", "chunk_passes": 64, "parity": "{points: 3}"}
+    done = project.run(VALUES, VERDICT, env=nowhere, **config)
+    assert done.code == 0, done.out
+    assert (done.out.count(" on engine local"), done.out.count(" on engine ndif")) == (1, 0)
+    assert not project.values.exists()
+    verdict = read_json(project / VERDICT)
+    assert (verdict["holds"], verdict["points"], verdict["values"]) == (True, 3, 3 * 5 * 4)
+
+
+def test_a_value_that_differs_fails_the_run(flow: Flow, tmp_path: Path) -> None:
+    project = flow.project.copy(tmp_path / "project")
+    path = project.results / "ndif" / "values.parquet"
+    table = read_table(path)
+    place = table.column_names.index("gap")
+    moved = table.set_column(place, "gap", pc.add(table["gap"], pa.scalar(0.01, pa.float32())))
+    write_table(path, moved, table.schema)
+    done = project.run(VERDICT, env=on("http://127.0.0.1:9"), engine="ndif", chunk_passes=64)
+    assert done.code != 0
+    (line,) = [line for line in done.out.splitlines() if line.startswith("nnsweep: ")]
+    assert "30 different" in line
+    assert "largest distance 0.01 (gap); first: different at point" in line

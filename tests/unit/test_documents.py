@@ -214,6 +214,11 @@ def test_a_key_given_twice_is_refused_with_its_line(tmp_path, text, line, key):
     assert f"line {line}: key '{key}' is given twice" in message
 
 
+def test_a_merge_key_is_refused_with_its_line(tmp_path):
+    text = "x: &x {b: 1}\na:\n  <<: *x\n"
+    assert "line 3: merge keys (<<)" in yaml_refusal(written(tmp_path, text))
+
+
 @pytest.mark.parametrize("text", ["a: [1\nb: 2\n", "a:\n\t- b\n", "a: 1\n---\nb: 2\n", "a: \x00\n"])
 def test_what_is_not_one_yaml_document_is_refused(tmp_path, text):
     assert "Mend the YAML" in yaml_refusal(written(tmp_path, text))

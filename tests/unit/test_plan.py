@@ -591,7 +591,8 @@ def test_the_work_is_counted(tmp_path):
     plan = plan_of(sweep, rows_of(sweep, tmp_path), batch_rows=100)
     # Three pairs of lengths, each with its clean run, its donor run and one pass a layer.
     assert forward_passes(plan.chunks) == 3 * (1 + 1 + 2)
-    assert naive_passes(plan.points, 100) == 2 * 2
+    # A loop without reuse runs prompt and donor for every layer.
+    assert naive_passes(plan.chunks) == 3 * 2 * 2
 
 
 # --- cutting a chunk --------------------------------------------------------------------------

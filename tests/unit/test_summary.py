@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnsweep.config import Bootstrap
-from nnsweep.summary import summarize, summary_frame
+from nnsweep.summary import extremes, summarize, summary_frame
 from nnsweep.tables import read_table, summary_schema, values_schema, write_table
 
 BOOTSTRAP = Bootstrap(resamples=300)
@@ -133,12 +133,12 @@ def test_a_point_does_not_depend_on_the_other_points(cells):
 
 
 @given(grid_of(number), st.randoms(use_true_random=False))
-def test_the_order_of_rows_moves_no_mean_and_no_spread(cells, random):
+def test_the_order_of_rows_moves_nothing(cells, random):
     order = list(range(len(cells[0])))
     random.shuffle(order)
     shuffled = summarized([[line[i] for i in order] for line in cells])
     for key, record in summarized(cells).items():
-        for name in ("n", "mean", "std"):
+        for name in ("n", "mean", "std", "ci_low", "ci_high"):
             assert shuffled[key][name] == pytest.approx(record[name], nan_ok=True, abs=1e-9)
 
 
@@ -153,6 +153,16 @@ def test_the_order_of_points_moves_nothing(cells, random):
             assert shuffled[f"p{new}", "one"][name] == pytest.approx(
                 plain[f"p{old}", "one"][name], nan_ok=True, rel=1e-9, abs=1e-12
             )
+
+
+def test_the_extremes_count_their_ties():
+    cells = [[(1.0, 0.0)], [(3.0, 0.0)], [(3.0, 0.0)], [(2.0, None)]]
+    frame = summary_frame(table_of(cells), ["layer"], list(MEASURES), BOOTSTRAP)
+    most, least = extremes(frame, ["layer"], "one")
+    assert (most.mean, most.where, most.ties, most.rows) == (3.0, "layer 1", 1, 1)
+    assert (least.mean, least.where, least.ties) == (1.0, "layer 0", 0)
+    assert [found.ties for found in extremes(frame, ["layer"], "two")] == [2, 2]
+    assert extremes(frame, ["layer"], "three") == []
 
 
 def test_missing_values_bring_the_interval_of_the_rest():

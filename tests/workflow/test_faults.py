@@ -127,7 +127,7 @@ def test_a_part_with_doubled_rows_is_refused(copied):
     part = next(iter(copied.parts().values()))
     table = pq.read_table(part)
     pq.write_table(pa.concat_tables([table, table.slice(0, 2)]), part)
-    refused(copied, table["point_key"][0].as_py(), "came back twice")
+    refused(copied, table["point_key"][0].as_py(), "stands twice", str(part.name))
 
 
 def test_a_part_with_a_missing_row_is_refused(copied):

@@ -32,6 +32,7 @@ def test_ten_thousand_points_are_few_jobs(tokenizer, tmp_path):
 
     dry = project.run("-n", chunk_passes=default)
     assert dry.code == 0, dry.out
+    assert "tiny: 10260 points, engine local" in dry.out
     assert 20 <= dry.jobs("run_chunk") <= 400
     names = [word.strip(",") for word in dry.out.split() if "results/" in word or "logs/" in word]
     assert len(names) > 40

@@ -5,12 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
 from snakemake.utils import validate
 
 from nnsweep import SEMANTICS
 from nnsweep.config import read_config
 from nnsweep.errors import UserError
-from nnsweep.jobs import read_sweep, settings_of
+from nnsweep.jobs import read_sweep, settings_of, size_line
 from nnsweep.sweep import vector_files
 
 try:
@@ -26,6 +27,13 @@ validate(config, "../schemas/config.schema.yaml")
 
 SWEEP = SPEC.name
 ENGINE = CONFIG.engine
+if workflow.is_main_process:
+    try:
+        line = size_line(SPEC, Path(f"results/{SWEEP}/model.json"))
+    except UserError as error:
+        raise WorkflowError(f"{SWEEP_FILE}: {error}") from None
+    logger.info(f"{line}, engine {ENGINE}")
+
 MEASURES = list(SPEC.measures)
 VECTOR_FILES = vector_files(SPEC)
 
