@@ -15,6 +15,7 @@ EXPECTED = {
         "the first point's places, patched with the prompt's own activations",
     ),
     "self_patch_1": ("clean", "the last point's places, patched with the prompt's own activations"),
+    "inert": ("clean", "a point whose values were taken from the clean run, run in full"),
     "zero_steer": ("clean", "a vector added with scale 0 at the middle layer"),
     "full_donor": ("donor", "the donor's whole residual stream written at the last layer"),
 }

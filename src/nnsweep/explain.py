@@ -88,10 +88,12 @@ def work_of(plan: Plan, recompute: str) -> int:
         for block in chunk["blocks"]:
             rows, width = len(block["ids"]), len(block["ids"][0])
             donors = len(block["donor_ids"][0]) if block["donor_ids"] else 0
-            total += layers * rows * (width + donors)
+            once = block["shared"] + block["donor_shared"]
+            total += layers * (rows * (width + donors - once) + once)
             for item in block["passes"]:
-                anew = (layers - item["resume"]) * (width - item["start"])
-                total += anew * rows * len(item["points"])
+                if not item["inert"]:
+                    anew = sum(layers - resume for resume in item["resumes"])
+                    total += anew * (width - item["start"]) * rows
     return total
 
 

@@ -21,10 +21,12 @@ from nnsweep.plan import (
     Settings,
     forward_passes,
     identity,
+    inert_rows,
     keys_of,
     make_plan,
     naive_passes,
     pass_ids,
+    pass_records,
 )
 from nnsweep.sweep import Sweep, axis_kinds, expand
 from nnsweep.tables import (
@@ -55,7 +57,7 @@ def read_sweep(path: Path) -> Sweep:
 
 def size_line(sweep: Sweep, model: Path) -> str:
     """One line before anything runs: how many points, as far as that can be known."""
-    described = read_json(model) if model.exists() else {"id": None}
+    described: Plain = read_json(model) if model.exists() else {"id": None}
     if described["id"] == sweep.model.id:
         shape = described["shape"]
         return f"{sweep.name}: {len(expand(sweep, shape['layers'], shape['heads']))} points"
@@ -124,7 +126,7 @@ def _resolved(sweep: Sweep, model: Plain) -> Plain:
     return full | {"digest": digest(full), "resolved_model": identity(model)}
 
 
-def _earlier_chunks(path: Path) -> list[list[str]]:
+def _earlier_chunks(path: Path) -> list[list[Plain]]:
     if not path.exists():
         return []
     return [list(passes) for passes in read_json(path)["chunks"].values()]
@@ -133,10 +135,11 @@ def _earlier_chunks(path: Path) -> list[list[str]]:
 def plan_summary(plan: Plan, settings: Settings) -> Plain:
     """plan.json: which chunks there are, which passes each holds, and what a naive loop costs."""
     return {
-        "chunks": {chunk["chunk_id"]: pass_ids(chunk) for chunk in plan.chunks},
+        "chunks": {chunk["chunk_id"]: pass_records(chunk) for chunk in plan.chunks},
         "controls": plan.controls and plan.controls["chunk_id"],
         "sample": plan.sample and plan.sample["chunk_id"],
         "points": len(plan.points),
+        "inert_rows": sum(inert_rows(plan.chunks).values()),
         "forward_passes": forward_passes(plan.chunks),
         "forward_passes_naive": naive_passes(plan.chunks),
         "settings": settings.__dict__,
@@ -151,11 +154,12 @@ def plan_line(plan: Plan) -> str:
 
 def points_table(sweep: Sweep, plan: Plan) -> pa.Table:
     """points.parquet: every point in order."""
-    schema = points_schema(axis_kinds(sweep))
+    schema, inert = points_schema(axis_kinds(sweep)), inert_rows(plan.chunks)
     columns: dict[str, list[Any]] = {
         "point_id": [point.point_id for point in plan.points],
         "point_key": [point.point_key for point in plan.points],
         "writes": [json.dumps(point.writes, sort_keys=True) for point in plan.points],
+        "inert_rows": [inert[point.point_key] for point in plan.points],
     }
     for name in sweep.axes:
         columns[name] = [point.cell[name] for point in plan.points]

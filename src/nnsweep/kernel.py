@@ -31,7 +31,10 @@ def run_chunk(model, chunk, functions, report):
     for block in chunk["blocks"]:
         state = clean_state(model, shape, block, chunk["measures"])
         for item in block["passes"]:
-            logits = run_pass(model, shape, block, item, state, means)
+            if item["inert"]:
+                logits = state["clean"]["logits"].repeat(len(item["points"]), 1)
+            else:
+                logits = run_pass(model, shape, block, item, state, means)
             parts.append(measured(chunk["measures"], functions, logits, block, item, state))
             report(f"{len(parts)}/{total} passes")
     return torch.cat(parts)
@@ -42,20 +45,21 @@ def run_chunk(model, chunk, functions, report):
 
 def clean_state(model, shape, block, measures):
     """The runs without writes that a block's passes start from and compare with."""
-    edits = [edit for item in block["passes"] for edit in item["edits"]]
+    moving = [item for item in block["passes"] if not item["inert"]]
+    edits = [edit for item in moving for edit in item["edits"]]
     starts = {}
-    for item in block["passes"]:
-        if item["resume"] or item["start"]:
-            known = starts.get(item["resume"], item["start"])
-            starts[item["resume"]] = min(known, item["start"])
+    for item in moving:
+        for resume in item["resumes"]:
+            starts[resume] = min(starts.get(resume, item["start"]), item["start"])
     own = [wanted(edit, block, "base") for edit in edits if edit["operand"]["kind"] == "self"]
-    caching = any(item["start"] for item in block["passes"])
-    clean = clean_run(model, shape, block["ids"], block["measured"], own, starts, caching)
+    caching = any(item["start"] for item in moving)
+    ids, at, shared = block["ids"], block["measured"], block["shared"]
+    clean = clean_run(model, shape, ids, at, own, starts, caching, shared)
     state = {"clean": clean, "donor": None, "starts": starts}
     theirs = [wanted(edit, block, "donor") for edit in edits if edit["operand"]["kind"] == "donor"]
     if theirs or any(spec["kind"] == "recovery" for spec in measures):
-        ids, at = block["donor_ids"], block["donor_measured"]
-        state["donor"] = clean_run(model, shape, ids, at, theirs, {}, False)
+        ids, at, shared = block["donor_ids"], block["donor_measured"], block["donor_shared"]
+        state["donor"] = clean_run(model, shape, ids, at, theirs, {}, False, shared)
     return state
 
 
@@ -76,8 +80,11 @@ def pairs(places):
     return torch.tensor(rows), torch.tensor([token for tokens in places for token in tokens])
 
 
-def clean_run(model, shape, ids, at, captures, starts, caching):
+def clean_run(model, shape, ids, at, captures, starts, caching, shared=0):
     """One forward pass without writes.
+
+    The first `shared` tokens are the same in all rows and nobody reads them: they are computed
+    once, and the rows start from their keys and values.
 
     Returns:
         logits (rows, vocab) at the tokens `at`; captures key -> (pairs, width); residual stream
@@ -93,14 +100,23 @@ def clean_run(model, shape, ids, at, captures, starts, caching):
     kept = at + [
         int(token) for one in captures if one["tap"]["side"] == "logits" for token in one["tokens"]
     ]
-    inputs = forward_inputs(shape, tokens, 0, kept)
-    trace_clean(model, shape, tokens, inputs, steps, starts, found, caching)
+    inputs = forward_inputs(shape, tokens, shared, kept)
+    if shared:
+        start_inputs = forward_inputs(shape, tokens[:1, :shared], 0, [shared - 1])
+        trace_start(model, tokens[:1, :shared], start_inputs, found)
+        inputs["past_key_values"] = spread(found.pop("start"), lambda _: len(ids), shared)
+    trace_clean(model, shape, tokens, inputs, steps, starts, found, caching, shared)
     found["logits"] = pick(found["logits"], at, tokens.shape[1])
     return found
 
 
-def trace_clean(model, shape, tokens, inputs, steps, starts, found, caching):
-    with model.trace(tokens, use_cache=caching, **inputs):
+def trace_start(model, tokens, inputs, found):
+    with model.trace(tokens, use_cache=True, **inputs):
+        found["start"] = model.output.past_key_values
+
+
+def trace_clean(model, shape, tokens, inputs, steps, starts, found, caching, shared):
+    with model.trace(tokens[:, shared:], use_cache=caching or shared > 0, **inputs):
         for _, kind, step in steps:
             if kind == "capture":
                 seen = read(model, step["tap"], len(tokens))
@@ -109,7 +125,7 @@ def trace_clean(model, shape, tokens, inputs, steps, starts, found, caching):
             else:
                 output = layer_at(model, shape, step - 1).output
                 found["more"] = 0 if isinstance(output, torch.Tensor) else len(output) - 1
-                found["resid"][step] = tensor_of(output)[:, starts[step] :].clone()
+                found["resid"][step] = tensor_of(output)[:, starts[step] - shared :].clone()
         if caching:
             found["cache"] = model.output.past_key_values
         found["logits"] = model.output.logits.detach()
@@ -135,42 +151,57 @@ def reference_mean(model, shape, batches):
 def run_pass(model, shape, block, item, state, means):
     """One forward pass that holds one or more points.
 
-    Layers before `resume` are skipped with the clean residual stream; tokens before `start` come
-    from the clean keys and values.
+    Every point skips the layers before its own `resume`: it joins the pass there, with the clean
+    residual stream, below the points that joined before it. Tokens before `start` come from the
+    clean keys and values.
 
     Returns:
         logits (points * rows, vocab) at the measured tokens.
     """
-    points, start, resume = len(item["points"]), item["start"], item["resume"]
-    tokens = torch.tensor(block["ids"]).repeat(points, 1)
-    at = block["measured"] * points
-    written = [
+    start, resumes = item["start"], item["resumes"]
+    tokens = torch.tensor(block["ids"])
+    at = block["measured"] * len(resumes)
+    # Where layers are skipped, the ids only give mask and positions their shape: one row is enough
+    # for a family whose layers take any number of rows.
+    shown = tokens[:1] if shape["joins"] and resumes[0] else tokens.repeat(len(resumes), 1)
+    inputs = forward_inputs(shape, shown, start, at + written_logits(block, item))
+    if start:
+        inputs["past_key_values"] = spread(
+            state["clean"]["cache"],
+            lambda layer: max(1, sum(resume <= layer for resume in resumes)),
+            start,
+        )
+    early, late = split_edits(shape, item)
+    streams = {
+        resume: stream_at(block, resumes, resume, early, state, means, start)
+        for resume in sorted(set(resumes))
+        if resume
+    }
+    steps = ordered_steps(shape, resumes[0], streams, late)
+    found = {}
+    trace_pass(
+        model, shape, shown[:, start:], inputs, item, streams, steps, block, state, means, found
+    )
+    return pick(found["logits"], at, tokens.shape[1])
+
+
+def written_logits(block, item):
+    """Tokens whose logits are written."""
+    return [
         token
         for edit in item["edits"]
         if edit["tap"]["side"] == "logits"
-        for tokens_of_row in block["positions"][edit["position"]]["base"]
-        for token in tokens_of_row
+        for tokens in block["positions"][edit["position"]]["base"]
+        for token in tokens
     ]
-    inputs = forward_inputs(shape, tokens, start, at + written)
-    if start:
-        inputs["past_key_values"] = prefix(state["clean"]["cache"], points, start)
+
+
+def split_edits(shape, item):
+    """Edits of the very stream that a point joins with, and the others in order of the pass."""
     edits = sorted(item["edits"], key=lambda edit: edit["tap"]["order"])
-    early = [edit for edit in edits if edit["resume"] == resume and is_stream(shape, edit, resume)]
-    hidden = None
-    if resume:
-        first = state["starts"][resume]
-        hidden = state["clean"]["resid"][resume][:, start - first :].repeat(points, 1, 1)
-        for edit in early:
-            apply(hidden, edit, block, state, means, start)
-        # A family whose layers hand out tuples must get a tuple back from a skipped one.
-        more = state["clean"]["more"]
-        hidden = (hidden, *[None] * more) if more else hidden
-    late = grouped([edit for edit in edits if edit not in early])
-    found, suffix = {}, tokens[:, start:]
-    trace_pass(
-        model, shape, suffix, inputs, resume, hidden, late, block, state, means, start, found
-    )
-    return pick(found["logits"], at, tokens.shape[1])
+    streams = [is_stream(shape, edit, item["resumes"][edit["slot"]]) for edit in edits]
+    early = [edit for edit, stream in zip(edits, streams, strict=True) if stream]
+    return early, [edit for edit, stream in zip(edits, streams, strict=True) if not stream]
 
 
 def is_stream(shape, edit, resume):
@@ -179,30 +210,64 @@ def is_stream(shape, edit, resume):
     return tap["side"] == "output" and tap["path"] == shape["layer_path"].format(layer=resume - 1)
 
 
-def grouped(edits):
-    """Edits by place, in the order of the forward pass."""
+def stream_at(block, resumes, resume, early, state, means, start):
+    """The stream (rows of the points that join at `resume`, tokens, width), early edits applied."""
+    first = state["starts"][resume]
+    slots = [slot for slot, own in enumerate(resumes) if own == resume]
+    stream = state["clean"]["resid"][resume][:, start - first :].repeat(len(slots), 1, 1)
+    for edit in early:
+        if edit["slot"] in slots:
+            moved = dict(edit, slot=edit["slot"] - slots[0])
+            apply(stream, moved, block, state, means, start)
+    return stream
+
+
+def ordered_steps(shape, first, streams, late):
+    """What a pass does after its skipped layers, in order: points that join, edits by place."""
+    steps = []
+    for resume in streams:
+        if first < resume < shape["layers"]:
+            steps.append(([resume, -1], "join", resume))
+        elif first < resume:
+            steps.append(([resume - 1, 6], "end", resume))
     groups = {}
-    for edit in edits:
+    for edit in late:
         groups.setdefault((edit["tap"]["path"], edit["tap"]["side"]), []).append(edit)
-    return list(groups.values())
+    steps += [(edits[0]["tap"]["order"], "edit", edits) for edits in groups.values()]
+    return sorted(steps, key=lambda step: step[0])
 
 
-def trace_pass(
-    model, shape, tokens, inputs, resume, skipped, late, block, state, means, start, found
-):
+def trace_pass(model, shape, tokens, inputs, item, streams, steps, block, state, means, found):
+    start, resumes, rows = item["start"], item["resumes"], len(block["ids"])
     with model.trace(tokens, use_cache=start > 0, **inputs):
-        for layer in range(resume):
-            layer_at(model, shape, layer).skip(skipped)
-        for edits in late:
-            if edits[0]["tap"]["side"] != "logits":
-                rewrite(model, edits, block, state, means, start, len(tokens))
+        for layer in range(resumes[0]):
+            # A family whose layers hand out tuples must get a tuple back from a skipped one.
+            more = state["clean"]["more"]
+            stream = streams[resumes[0]]
+            layer_at(model, shape, layer).skip((stream, *[None] * more) if more else stream)
+        for order, kind, step in steps:
+            if kind == "join":
+                module = layer_at(model, shape, step)
+                module.input = torch.cat([module.input, streams[step]])
+            elif kind == "end":
+                lengthen(layer_at(model, shape, step - 1), streams[step])
+            elif step[0]["tap"]["side"] != "logits":
+                there = sum(resume <= max(order[0], 0) for resume in resumes)
+                rewrite(model, step, block, state, means, start, there * rows)
         logits = model.output.logits.detach()
-        for edits in late:
-            if edits[0]["tap"]["side"] == "logits":
+        for _, kind, step in steps:
+            if kind == "edit" and step[0]["tap"]["side"] == "logits":
                 logits = logits.clone()
-                for edit in edits:
+                for edit in step:
                     apply(logits, edit, block, state, means, start, logits.shape[1])
         found["logits"] = logits
+
+
+def lengthen(module, stream):
+    """Points that skip every layer join behind the last one."""
+    old = module.output
+    new = torch.cat([tensor_of(old), stream])
+    module.output = new if isinstance(old, torch.Tensor) else (new, *old[1:])
 
 
 def rewrite(model, edits, block, state, means, start, rows):
@@ -274,22 +339,28 @@ def noise(seeds, rows, old):
 
 def measured(specs, functions, logits, block, item, state):
     """All measures of a pass: float32 (points * rows, measures) on the CPU."""
-    points = len(item["points"])
-    clean = state["clean"]["logits"].repeat(points, 1)
-    answers = {name: torch.tensor(ids * points) for name, ids in block["answers"].items()}
+    rows = len(block["ids"])
+    answers = {name: torch.tensor(ids) for name, ids in block["answers"].items()}
+    parts = [logits[low : low + rows] for low in range(0, len(logits), rows)]
+    found = [measured_point(specs, functions, part, answers, state) for part in parts]
+    return torch.cat(found).detach().cpu()
+
+
+def measured_point(specs, functions, logits, answers, state):
+    """All measures of one point: float32 (rows, measures)."""
+    clean = state["clean"]["logits"]
     kinds = {spec["name"]: spec for spec in specs}
     columns = []
     for spec in specs:
         if spec["kind"] == "recovery":
-            donor = state["donor"]["logits"].repeat(points, 1)
-            of = kinds[spec["of"]]
+            donor, of = state["donor"]["logits"], kinds[spec["of"]]
             ours, theirs, base = (
                 column(functions, of, run, clean, answers) for run in (logits, donor, clean)
             )
             columns.append(recovered(ours, base, theirs, spec["min_gap"]))
         else:
             columns.append(column(functions, spec, logits, clean, answers))
-    return torch.stack(columns, -1).float().detach().cpu()
+    return torch.stack(columns, -1).float()
 
 
 def column(functions, spec, logits, clean, answers):
@@ -345,12 +416,13 @@ def forward_inputs(shape, tokens, start, at):
     return inputs
 
 
-def prefix(cache, points, start):
-    """A fresh cache that holds the clean keys and values of the tokens before `start`."""
+def spread(cache, copies, start):
+    """A fresh cache of the keys and values before `start`, with `copies(layer)` of every row."""
     past = cache.__class__()
     for number, layer in enumerate(cache.layers):
         keys, values = (
-            part[:, :, :start].repeat(points, 1, 1, 1) for part in (layer.keys, layer.values)
+            part[:, :, :start].repeat(copies(number), 1, 1, 1)
+            for part in (layer.keys, layer.values)
         )
         past.update(keys, values, number)
     return past
@@ -358,6 +430,8 @@ def prefix(cache, points, start):
 
 def pick(logits, at, width):
     """float32 logits (rows, vocab) at each row's own token, of logits that may be the last few."""
+    if logits.shape[1] == 1:
+        return logits[:, 0].float()
     rows = torch.arange(len(at))
     return logits[rows, torch.tensor(at) - (width - logits.shape[1])].float()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nnsweep.errors import UserError
-from nnsweep.sites import PROJECTIONS, site_table
+from nnsweep.sites import JOINS, PROJECTIONS, site_table
 from nnsweep.tables import digest, file_digest, read_json, write_json
 
 if TYPE_CHECKING:
@@ -190,8 +190,8 @@ def describe(folder: Path, attention: str) -> dict[str, Any]:
 
     Returns:
         family, layers, heads, kv_heads, head_dim, hidden, vocab, context, parameters; whether
-        forward takes logits_to_keep and position_ids; window, layer_path, sites and refused (see
-        `nnsweep.sites.site_table`).
+        forward takes logits_to_keep and position_ids; joins (see `nnsweep.sites.JOINS`), window,
+        layer_path, sites and refused (see `nnsweep.sites.site_table`).
     """
     import inspect
 
@@ -209,6 +209,7 @@ def describe(folder: Path, attention: str) -> dict[str, Any]:
         "logits_to_keep": "logits_to_keep" in accepted,
         "position_ids": "position_ids" in accepted,
         "window": _window(config),
+        "joins": config.model_type in JOINS,
         "layer_path": _paths(shell)["layer"],
         "sites": sites,
         "refused": refused,

@@ -6,20 +6,33 @@ Rows that share a pass have prompts of equal length (and donors of equal length)
 a padding token, hence no padding to go wrong.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nnsweep import SEMANTICS
 from nnsweep.errors import UserError
 from nnsweep.prompts import PromptRow
-from nnsweep.sites import resumes_at, tap
+from nnsweep.sites import ORDER, resumes_at, tap
 from nnsweep.sweep import Sweep, expand, position_spec, uses_donor
 from nnsweep.tables import digest
 
 Plain = dict[str, Any]
 VectorLoader = Callable[[Plain, int | None], list[float]]
 """(vector file, layer) -> the vector's values."""
+
+
+PASS_TOKENS = 32_768
+"""Most tokens that one pass computes anew, whatever `batch_rows` allows."""
+
+INERT = -1
+"""The kind of points that run nothing (see `_Context._kind`)."""
+
+PASS_COST = 1000
+"""What a pass costs besides its tokens, in layers x tokens (measured: about 60 ms on a 2-core CPU,
+where one layer of a 135M model takes 0.07 ms a token)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ def make_plan(
     rows: Sequence[PromptRow],
     settings: Settings,
     load_vector: VectorLoader,
-    earlier: Sequence[Sequence[str]] = (),
+    earlier: Sequence[Sequence[Plain]] = (),
 ) -> Plan:
     """Plan a sweep.
 
@@ -70,15 +83,18 @@ def make_plan(
         rows: All prompt rows, in file order.
         settings: How passes and chunks are cut.
         load_vector: Reads vector files.
-        earlier: Pass ids of each chunk of an earlier plan; chunks that are still wanted are kept
-            as they are, so that a grown sweep runs only what is new.
+        earlier: `pass_records` of each chunk of an earlier plan; passes and chunks that are still
+            wanted are kept as they are, so that a grown sweep runs only what is new.
 
     Raises:
         UserError: a site, layer or head that the model does not have.
     """
-    context = _Context(sweep, model, rows, settings, load_vector)
-    points = [context.point(cell, writes) for cell, writes in expand(sweep, *_limits(model))]
-    passes = [p for rowset in _rowsets(points) for p in context.passes(points, rowset)]
+    cells = expand(sweep, *_limits(model))
+    touched = {write["position"] for _, writes in cells for write in writes} | {sweep.measure_at}
+    context = _Context(sweep, model, rows, settings, load_vector, touched)
+    points = [context.point(cell, writes) for cell, writes in cells]
+    known = [record for records in earlier for record in records]
+    passes = [p for rowset in _rowsets(points) for p in context.passes(points, rowset, known)]
     groups = _chunked(passes, settings.chunk_passes, earlier)
     chunks = [context.chunk(group) for group in groups]
     sample = context.sample(points, passes) if settings.parity_points else None
@@ -99,11 +115,14 @@ def _rowsets(points: Iterable[Point]) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(point.rows for point in points))
 
 
-def _chunked(passes: list[Plain], size: int, earlier: Sequence[Sequence[str]]) -> list[list[Plain]]:
+def _chunked(
+    passes: list[Plain], size: int, earlier: Sequence[Sequence[Plain]]
+) -> list[list[Plain]]:
     """Cut passes into chunks of at most `size`, keeping earlier chunks that are still whole."""
     left = {item["pass_id"]: item for item in passes}
     groups = []
-    for ids in earlier:
+    for records in earlier:
+        ids = [record["pass_id"] for record in records]
         if 0 < len(ids) <= size and all(name in left for name in ids):
             groups.append([left.pop(name) for name in ids])
     rest = list(left.values())
@@ -120,6 +139,7 @@ class _Context:
         rows: Sequence[PromptRow],
         settings: Settings,
         load_vector: VectorLoader,
+        touched: set[str],
     ) -> None:
         self.sweep, self.model, self.rows = sweep, model, rows
         self.settings, self.load_vector = settings, load_vector
@@ -129,6 +149,7 @@ class _Context:
         measures = sweep.measures.values()
         self.answers = sorted({n for m in measures for n in [m.answer, *(m.answers or [])] if n})
         self.donors = uses_donor(sweep)
+        self.touched = touched
 
     # --- points ---------------------------------------------------------------------------
 
@@ -229,21 +250,52 @@ class _Context:
 
     # --- passes ---------------------------------------------------------------------------
 
-    def passes(self, points: Sequence[Point], rowset: tuple[int, ...]) -> list[Plain]:
+    def passes(
+        self, points: Sequence[Point], rowset: tuple[int, ...], earlier: Sequence[Plain]
+    ) -> list[Plain]:
         """All passes of the points that use this set of rows."""
-        mine = [point for point in points if point.rows == rowset]
+        mine = {point.point_key: point for point in points if point.rows == rowset}
+        found = []
+        for block in self._blocks(rowset):
+            kept = self._kept(mine, block, earlier)
+            done = {key for item in kept for key in item["points"]}
+            left = [point for key, point in mine.items() if key not in done]
+            found += kept + self._composed(left, block)
+        return found
+
+    def _kept(
+        self, points: dict[str, Point], block: tuple[int, ...], earlier: Sequence[Plain]
+    ) -> list[Plain]:
+        """Passes of an earlier plan over these rows, whose points are all still wanted."""
+        left, name, kept = dict(points), _block_name([self.rows[i].row_key for i in block]), []
+        for record in earlier:
+            keys, start = record["points"], record["start"]
+            if record["block"] != name or not all(key in left for key in keys):
+                continue
+            members = [left[key] for key in keys]
+            first = min(self._start(point, block) for point in members)
+            if start > first or len(keys) > self._points_a_pass(block, start):
+                continue
+            item = self._pass(block, members, start)
+            if item["pass_id"] == record["pass_id"]:
+                kept.append(item)
+                left = {key: point for key, point in left.items() if key not in keys}
+        return kept
+
+    def _composed(self, points: Sequence[Point], block: tuple[int, ...]) -> list[Plain]:
+        """Passes of points that no earlier pass holds."""
         return [
-            self._pass(block, group, resume, start)
-            for block in self._blocks(rowset)
-            for (resume, start), members in self._grouped(mine, block).items()
-            for group in _slices(members, self._points_a_pass(block))
+            self._pass(block, part, start)
+            for start, members in self._grouped(points, block)
+            for part in _even_slices(members, self._points_a_pass(block, start))
         ]
 
-    def _points_a_pass(self, block: Sequence[int]) -> int:
+    def _points_a_pass(self, block: Sequence[int], start: int) -> int:
         """How many points may share a pass; alone, a point keeps the bits of a full pass."""
         if self.settings.recompute == "exact":
             return 1
-        return max(1, self.settings.batch_rows // len(block))
+        rows, width = len(block), len(self.rows[block[0]].ids)
+        return max(1, min(self.settings.batch_rows, PASS_TOKENS // (width - start)) // rows)
 
     def _blocks(self, rowset: Iterable[int]) -> list[tuple[int, ...]]:
         """Rows that may share a pass: equal lengths, at most batch_rows, in order of key."""
@@ -255,17 +307,50 @@ class _Context:
         blocks = []
         for lengths in sorted(by_length):
             members = sorted(by_length[lengths], key=lambda i: self.rows[i].row_key)
-            blocks += [tuple(part) for part in _slices(members, self.settings.batch_rows)]
+            size = min(self.settings.batch_rows, max(1, PASS_TOKENS // max(lengths)))
+            blocks += [tuple(part) for part in _slices(members, size)]
         return blocks
 
     def _grouped(
         self, points: Sequence[Point], block: Sequence[int]
-    ) -> dict[tuple[int, int], list[Point]]:
+    ) -> Iterator[tuple[int, list[Point]]]:
+        """(start, points) of points that may share a pass, in the order in which they join it.
+
+        Points that start at the same token share passes; a small group goes along with an earlier
+        token where computing a few tokens more costs less than a pass of its own.
+        """
         groups: dict[tuple[int, int], list[Point]] = {}
         for point in points:
-            resume = min((edit["resume"] for edit in point.edits), default=0)
-            groups.setdefault((resume, self._start(point, block)), []).append(point)
-        return groups
+            kind = self._kind(point, block)
+            start = 0 if kind == INERT else self._start(point, block)
+            groups.setdefault((kind, start), []).append(point)
+        for kind, start in sorted(groups, reverse=True):
+            members = groups.pop((kind, start))
+            target = next((key for key in sorted(groups, reverse=True) if key[0] == kind), None)
+            if target and self._goes_along(members, groups[target], block, start, target[1]):
+                groups[target] += members
+            else:
+                yield start, sorted(members, key=_resume)
+
+    def _kind(self, point: Point, block: Sequence[int]) -> int:
+        """Points of one kind may share a pass."""
+        if self._is_inert(point, block):
+            return INERT
+        return 1 if self.shape["joins"] and _resume(point) else -2 - _resume(point)
+
+    def _goes_along(
+        self,
+        few: Sequence[Point],
+        others: Sequence[Point],
+        block: Sequence[int],
+        start: int,
+        earlier: int,
+    ) -> bool:
+        """Whether points that start at a token had better start at an earlier one with others."""
+        more = (start - earlier) * len(block)
+        cost = more * sum(self.shape["layers"] - _resume(point) for point in few)
+        room = self._points_a_pass(block, earlier)
+        return len(few) + len(others) <= room and cost <= PASS_COST
 
     def _start(self, point: Point, block: Sequence[int]) -> int:
         """First token that must be computed anew (0: all).
@@ -284,10 +369,12 @@ class _Context:
         self,
         block: tuple[int, ...],
         points: Sequence[Point],
-        resume: int,
         start: int,
         more: Any = None,
+        inert: bool | None = None,
     ) -> Plain:
+        if inert is None:
+            inert = self._is_inert(points[0], block)
         keys = [point.point_key for point in points]
         row_keys = [self.rows[i].row_key for i in block]
         edits = [
@@ -296,15 +383,31 @@ class _Context:
             for edit in point.edits
         ]
         rows = [self._row_facts(i, edits) for i in block]
-        facts = [SEMANTICS, keys, row_keys, rows, resume, start, self.measures, more]
+        facts = [SEMANTICS, keys, row_keys, rows, start, inert, self.measures, more]
         return {
             "pass_id": digest(facts),
             "block": block,
             "points": keys,
-            "resume": resume,
+            "resumes": [_resume(point) for point in points],
             "start": start,
+            "inert": inert,
             "edits": edits,
         }
+
+    def _is_inert(self, point: Point, block: Sequence[int]) -> bool:
+        """Whether no write of a point can move what is measured on any of these rows.
+
+        `exact` runs such points too: where experts share tokens, even they can move a bit.
+        """
+        return (
+            self.settings.recompute == "fast"
+            and bool(point.edits)
+            and all(
+                _cannot_move(edit, self.rows[i], self.sweep.measure_at, self.shape["layers"])
+                for edit in point.edits
+                for i in block
+            )
+        )
 
     def _seeded(self, edit: Plain, block: Sequence[int]) -> Plain:
         """Give a noise edit one seed a row, from the write's place and the row's identity.
@@ -350,6 +453,8 @@ class _Context:
             "row_keys": [row.row_key for row in rows],
             "ids": base,
             "donor_ids": [row.donor_ids for row in rows] if self.donors else [],
+            "shared": 0 if swap else self._shared(rows, donor=False),
+            "donor_shared": self._shared(rows, donor=True) if self.donors and not swap else 0,
             "measured": [_last(row, measured, donor=swap) for row in rows],
             "donor_measured": [_last(row, measured, donor=True) for row in rows]
             if self.donors
@@ -369,6 +474,17 @@ class _Context:
                 }
             },
         }
+
+    def _shared(self, rows: Sequence[PromptRow], donor: bool) -> int:
+        """How many leading tokens are the same in all rows and are read and written by no point."""
+        ids = [row.donor_ids if donor else row.ids for row in rows]
+        window = self.shape["window"]
+        if self.settings.recompute == "exact" or (window is not None and len(ids[0]) >= window):
+            return 0
+        places = [_place(row, name, donor) for row in rows for name in self.touched]
+        touched = min((min(place) for place in places if place), default=0)
+        same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*ids, strict=True))
+        return min(touched, sum(1 for _ in same))
 
     def _reference_batches(self, reference: Plain) -> list[Plain]:
         donor = reference["role"] == "donor"
@@ -406,9 +522,10 @@ class _Context:
         rows = max((point.rows for point in points), key=len)
         if not rows:
             return None
-        blocks = self._blocks(rows)
+        blocks = [block[:8] for block in self._blocks(rows)]
         equal = [b for b in blocks if self.donors and _equal_lengths(self.rows[b[0]])]
-        block = (equal or blocks)[0][:8]
+        inert = {b: self._first_inert(points, b) for b in equal or blocks}
+        block = next((b for b in inert if inert[b]), (equal or blocks)[0])
         first, last = points[0], points[-1]
         passes = [self._control(block, "clean", [])]
         passes += [
@@ -416,25 +533,35 @@ class _Context:
             for n, p in enumerate([first, last])
             if p.edits and set(block) <= set(p.rows)
         ]
+        if idle := inert[block]:
+            passes.append(self._control(block, "inert", idle.edits, idle))
         passes.append(self._control(block, "zero_steer", [self._zero_steer()]))
         if equal:
             passes.append(self._control(block, "full_donor", [self._full_donor()]))
         chunk = self.chunk(passes)
+        # Controls read and write every token.
+        nothing = {"shared": 0, "donor_shared": 0}
+        chunk["blocks"] = [each | nothing for each in chunk["blocks"]]
         if equal:
             donor = self._block(block, swap=True)
             alone = self._control(block, "donor", [])
             chunk["blocks"].append(donor | {"passes": [_without_block(alone)]})
         return chunk | {"chunk_id": digest(["controls", chunk["chunk_id"]])}
 
+    def _first_inert(self, points: Sequence[Point], block: tuple[int, ...]) -> Point | None:
+        """A point that cannot differ on these rows."""
+        return next(
+            (p for p in points if set(block) <= set(p.rows) and self._is_inert(p, block)), None
+        )
+
     def _control(
         self, block: tuple[int, ...], name: str, edits: list[Plain], like: Point | None = None
     ) -> Plain:
         key = f"control:{name}"
         point = Point(key, key, {}, [], edits, block)
-        resume = min((edit["resume"] for edit in edits), default=0)
         start = self._start(like, block) if like else 0
         # The key of a control says nothing of its model and places, its pass must.
-        return self._pass(block, [point], resume, start, [identity(self.model), edits])
+        return self._pass(block, [point], start, [identity(self.model), edits], inert=False)
 
     def _self_patch(self, point: Point) -> list[Plain]:
         return [edit | {"op": "set", "operand": {"kind": "self"}} for edit in point.edits]
@@ -459,6 +586,20 @@ def measure_list(sweep: Sweep) -> list[Plain]:
         {"name": name, **measure.model_dump(exclude_none=True)}
         for name, measure in sweep.measures.items()
     ]
+
+
+def pass_records(chunk: Plain) -> list[Plain]:
+    """What a later plan must know of a chunk's passes, in order."""
+    return [
+        {"block": _block_name(block["row_keys"])}
+        | {key: item[key] for key in ("pass_id", "start", "points")}
+        for block in chunk["blocks"]
+        for item in block["passes"]
+    ]
+
+
+def _block_name(row_keys: Sequence[str]) -> str:
+    return digest(list(row_keys))
 
 
 def pass_ids(chunk: Plain) -> list[str]:
@@ -502,7 +643,8 @@ def split_pass(chunk: Plain) -> list[Plain]:
 
 def _slots(item: Plain, kept: Sequence[int]) -> Plain:
     edits = [e | {"slot": e["slot"] - kept[0]} for e in item["edits"] if e["slot"] in kept]
-    return item | {"points": [item["points"][slot] for slot in kept], "edits": edits}
+    points, resumes = ([item[name][slot] for slot in kept] for name in ("points", "resumes"))
+    return item | {"points": points, "resumes": resumes, "edits": edits}
 
 
 def keys_of(chunk: Plain) -> list[tuple[str, str]]:
@@ -516,11 +658,25 @@ def keys_of(chunk: Plain) -> list[tuple[str, str]]:
     ]
 
 
+def inert_rows(chunks: Iterable[Plain]) -> Counter[str]:
+    """point_key -> on how many rows its values are those of the clean run."""
+    found: Counter[str] = Counter()
+    for chunk in chunks:
+        for block in chunk["blocks"]:
+            for item in block["passes"]:
+                if item["inert"]:
+                    found.update(dict.fromkeys(item["points"], len(block["ids"])))
+    return found
+
+
 def forward_passes(chunks: Iterable[Plain]) -> int:
     """Model calls of some chunks: clean runs, reference runs and passes."""
     return sum(
         sum(len(batches) for batches in chunk["references"].values())
-        + sum(len(b["passes"]) + 1 + bool(b["donor_ids"]) for b in chunk["blocks"])
+        + sum(
+            sum(not item["inert"] for item in block["passes"]) + 1 + bool(block["donor_ids"])
+            for block in chunk["blocks"]
+        )
         for chunk in chunks
     )
 
@@ -537,6 +693,43 @@ def naive_passes(chunks: Iterable[Plain]) -> int:
 
 def _slices[Item](items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def _even_slices[Item](items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """As few slices as `size` allows, and all about as long."""
+    count = -(-len(items) // size)
+    edges = [round(i * len(items) / max(1, count)) for i in range(count + 1)]
+    return [items[low:high] for low, high in itertools.pairwise(edges)]
+
+
+def _resume(point: Point) -> int:
+    """The first layer that a point's writes can touch."""
+    return min((edit["resume"] for edit in point.edits), default=0)
+
+
+def _cannot_move(edit: Plain, row: PromptRow, measured_at: str, layers: int) -> bool:
+    """Whether an edit of one row leaves its measured logits as they are.
+
+    It does where it writes what is there already, behind the measured token, or where nothing but
+    its own token is computed any more.
+    """
+    operand, measured = edit["operand"], _last(row, measured_at, donor=False)
+    if operand.get("scale") == 0 or operand.get("std") == 0:
+        return True
+    all_tokens = edit["position"] == "@all"
+    base = list(range(len(row.ids))) if all_tokens else row.positions[edit["position"]].base
+    donor = base if all_tokens else row.positions[edit["position"]].donor
+    if operand["kind"] == "donor" and _same_prefix(row, base, donor):
+        return True
+    layer, rank = edit["tap"]["order"]
+    alone = layer >= layers - 1 and rank >= ORDER.index("z")
+    return all(token > measured or (alone and token != measured) for token in base)
+
+
+def _same_prefix(row: PromptRow, base: Sequence[int], donor: Sequence[int]) -> bool:
+    """Whether the donor is the same prompt up to the last token of a position."""
+    end = max(base) + 1
+    return base == donor and row.ids[:end] == row.donor_ids[:end]
 
 
 def _without_block(item: Plain) -> Plain:

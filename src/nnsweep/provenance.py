@@ -46,6 +46,7 @@ def run_record(
         "settings": plan["settings"],
         "digests": digests(sweep, results),
         "points": plan["points"],
+        "inert_rows": plan["inert_rows"],
         "values": {name: status.count(name) for name in ("ok", "excluded", "error")},
         "controls": dict(controls),
         "forward_passes": sum(fact["passes"] for fact in facts.values()),

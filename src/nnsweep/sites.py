@@ -10,6 +10,9 @@ from typing import Any
 
 from nnsweep.errors import UserError
 
+SHAPE_VERSION = 1
+"""Raised whenever a shape says more or something else, so that models are described again."""
+
 ORDER = ("embed", "resid_pre", "z", "attn_out", "mlp_out", "resid_post", "logits")
 """Order in which one forward pass reaches the sites of a layer."""
 
@@ -44,6 +47,15 @@ MLP_ADDS = {
     "bloom": "mlp.dense_4h_to_h",
     "opt": "fc2",
 }
+
+
+JOINS = {
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox", "gptj", "opt", "olmo2"),
+    *("falcon", "mixtral", "phi"),
+}
+"""Families whose layers take any number of rows, whatever number the mask and the position ids
+have: points that skip different numbers of layers can share a pass. Bloom's layers do not, since
+its position biases are made for each row before the first layer."""
 
 
 def site_table(family: str, paths: Mapping[str, str | None], sizes: Mapping[str, int]) -> Any:

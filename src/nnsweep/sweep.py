@@ -318,6 +318,7 @@ def _bad_measures(sweep: Sweep) -> list[str]:
 
 RESERVED = {
     *("point_id", "point_key", "row_id", "row_key", "status", "reason", "writes", "excluded"),
+    "inert_rows",
     *("measure", "n", "mean", "std", "ci_low", "ci_high", "a", "b", "distance", "ulps", "class"),
 }
 """Columns of our tables, which no axis and no measure may be called."""

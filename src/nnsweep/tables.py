@@ -58,10 +58,13 @@ def part_schema(measures: list[str]) -> pa.Schema:
 
 
 def points_schema(axes: Mapping[str, str]) -> pa.Schema:
-    """Schema of points.parquet: the ids, one typed column an axis, the resolved writes."""
+    """Schema of points.parquet: the ids, one typed column an axis, the resolved writes.
+
+    `inert_rows` says on how many rows the point cannot differ from the clean run.
+    """
     columns = [(name, AXIS_TYPES[kind]) for name, kind in axes.items()]
     ids = [("point_id", pa.string()), ("point_key", pa.string())]
-    return pa.schema(ids + columns + [("writes", pa.string())])
+    return pa.schema(ids + columns + [("writes", pa.string()), ("inert_rows", pa.int32())])
 
 
 def values_schema(axes: Mapping[str, str], measures: list[str]) -> pa.Schema:

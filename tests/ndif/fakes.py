@@ -80,14 +80,22 @@ def chunk_of(passes: int = 4, points: int = 1, rows: int = 2) -> Plain:
         {
             "pass_id": f"pass{n}",
             "points": [f"p{n * points + k}" for k in range(points)],
-            "resume": 1,
+            "resumes": [1] * points,
+            "inert": False,
             "start": 0,
             "edits": [{"slot": k, "operand": {}} for k in range(points)],
         }
         for n in range(passes)
     ]
     names = [f"row{n}" for n in range(rows)]
-    block = {"row_keys": names, "ids": [[1, 2]] * rows, "donor_ids": [], "passes": made}
+    block = {
+        "row_keys": names,
+        "shared": 0,
+        "donor_shared": 0,
+        "ids": [[1, 2]] * rows,
+        "donor_ids": [],
+        "passes": made,
+    }
     measures = [{"name": "gap", "kind": "logit_diff"}, {"name": "drift", "kind": "kl"}]
     return {"chunk_id": "c" * 16, "measures": measures, "references": {}, "blocks": [block]}
 

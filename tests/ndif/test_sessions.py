@@ -325,7 +325,7 @@ def test_a_bad_point_is_isolated_and_the_others_are_kept(
     canaries = [s for s in fake.sessions if pass_ids(s) == ["canary"]]
     assert len(canaries) == 1
     (item,) = canaries[0]["blocks"][0]["passes"]
-    assert (item["edits"], item["resume"], item["start"]) == ([], 0, 0)
+    assert (item["edits"], item["resumes"], item["start"]) == ([], [0], 0)
 
 
 def test_where_everything_fails_two_requests_say_so(fake: FakeNdif, sessions: Any) -> None:

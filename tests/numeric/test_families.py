@@ -80,6 +80,25 @@ def test_local_is_the_reference_for_means_and_vectors(prepared, family, name, tm
     compare(prepared, name, sweep, family)
 
 
+@pytest.mark.parametrize("site", ["resid_pre", "resid_post", "z"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_points_that_join_and_beginnings_that_are_shared(
+    prepared, tokenizer, tmp_path, family, site
+):
+    """Points of all layers in one pass, over rows whose first tokens are computed once."""
+    sweep = layered(site, set="donor")
+    model, local, reference, _ = prepared(family, sweep)
+    rows = rows_of(sweep, tokenizer, tmp_path, RECORDS[2:4])
+    (block,) = plan_of(sweep, model, rows).chunks[0]["blocks"]
+    width = len(block["ids"][0])
+    beyond = model["shape"]["window"] is not None and width >= model["shape"]["window"]
+    assert (block["shared"], block["donor_shared"]) == ((0, 0) if beyond else (3, 3))
+    joined = [set(item["resumes"]) for item in block["passes"] if not item["inert"]]
+    assert max(map(len, joined)) == (1 if family == "bloom" else LAYERS - (site != "resid_post"))
+    expected = run(reference, sweep, model, rows)
+    assert largest_difference(expected, run(local, sweep, model, rows), ["rank"]) < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["patch resid_post", "several"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral"])
 def test_local_is_the_reference_with_eager_attention(prepared, family, name):
@@ -97,7 +116,7 @@ def test_null_controls_hold(prepared, family):
             chunk, keys_of(chunk), engine.run(chunk, lambda line: None).values, {}
         )
         verdict = judge(part, kinds, "float32")
-        assert len(verdict) == 4
+        assert len(verdict) == 5
         assert all(control["holds"] is True for control in verdict.values()), verdict
 
 

@@ -114,7 +114,7 @@ def test_a_run_can_be_resumed_chunk_by_chunk(chain):
 
 def test_a_chunk_may_be_split(chain):
     """Between passes no bit moves; within a pass nothing that counts."""
-    (chunk,) = chain.plan(MIXED["heads"]).chunks
+    (chunk,) = chain.plan(MIXED["heads"], batch_rows=4).chunks
     whole = run_chunks(chain.engine, [chunk])
     parts = split_chunk(chunk, 2)
     assert len(parts) > 2

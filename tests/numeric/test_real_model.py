@@ -254,7 +254,7 @@ def test_null_controls_hold_on_shipped_sweeps(shipped, opened, real_model):
         values = opened("local", real_model).run(chunk, lambda line: None).values
         kinds = {measure: spec.kind for measure, spec in sweep.measures.items()}
         verdict = judge(jobs.part_table(chunk, keys_of(chunk), values, {}), kinds, "float32")
-        expected = 2 if name == "capitals_behaviour" else 4
+        expected = 2 if name == "capitals_behaviour" else 5
         assert len(verdict) == expected
         held = [control["holds"] for control in verdict.values()]
         assert held == [True] * expected or held == [True, None]

@@ -140,6 +140,7 @@ def model_of(layers: int = 4, heads: int = 4, **changes: Any) -> dict[str, Any]:
         "logits_to_keep": True,
         "position_ids": True,
         "window": None,
+        "joins": True,
         "layer_path": paths["layer"],
         "sites": sites,
         "refused": refused,

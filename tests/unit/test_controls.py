@@ -12,6 +12,7 @@ GOOD = {
     "clean": CLEAN,
     "self_patch_0": CLEAN,
     "self_patch_1": CLEAN,
+    "inert": CLEAN,
     "zero_steer": CLEAN,
     "full_donor": (4.0, 7.0, 1.0),
     "donor": DONOR,

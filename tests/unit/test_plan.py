@@ -25,9 +25,11 @@ from hypothesis import strategies as st
 from nnsweep.errors import UserError
 from nnsweep.plan import (
     forward_passes,
+    inert_rows,
     keys_of,
     naive_passes,
     pass_ids,
+    pass_records,
     split_chunk,
     split_pass,
 )
@@ -58,6 +60,10 @@ def chunk_ids(plan):
 
 def all_passes(plan):
     return [name for chunk in plan.chunks for name in pass_ids(chunk)]
+
+
+def passes_of(plan):
+    return [item for c in plan.chunks for block in c["blocks"] for item in block["passes"]]
 
 
 def edits_of(plan):
@@ -199,7 +205,7 @@ def test_planning_again_changes_nothing(tmp_path, chunk_passes):
     sweep = layers_by_positions()
     rows = rows_of(sweep, tmp_path)
     plan = plan_of(sweep, rows, chunk_passes=chunk_passes)
-    earlier = [pass_ids(chunk) for chunk in plan.chunks]
+    earlier = [pass_records(chunk) for chunk in plan.chunks]
     again = plan_of(sweep, rows, chunk_passes=chunk_passes, earlier=earlier)
     assert chunk_ids(again) == chunk_ids(plan)
     assert again.chunks == plan.chunks
@@ -213,7 +219,7 @@ def test_the_first_layer_and_token_that_can_differ(tmp_path):
         for block in chunk["blocks"]:
             subject = min(min(one) for one in block["positions"]["subject"]["base"])
             for item in block["passes"]:
-                assert item["resume"] == 3
+                assert item["resumes"] == [3]
                 assert item["start"] == (subject if recompute == "fast" else 0)
 
 
@@ -223,16 +229,127 @@ def test_several_writes_resume_at_the_earliest(tmp_path):
     sweep = alone_of(axes={}, writes=[late, early])
     for block in plan_of(sweep, rows_of(sweep, tmp_path)).chunks[0]["blocks"]:
         (item,) = block["passes"]
-        assert item["resume"] == 1
+        assert item["resumes"] == [1]
         assert item["start"] == min(min(one) for one in block["positions"]["subject"]["base"])
 
 
-def test_measuring_before_the_write_starts_there(tmp_path):
+def test_measuring_before_the_write_moves_nothing(tmp_path):
     write = WRITE | {"layer": 0, "position": "last"}
     sweep = layers_by_positions(axes={}, writes=[write], measure_at="second")
-    for block in plan_of(sweep, rows_of(sweep, tmp_path)).chunks[0]["blocks"]:
-        assert [item["start"] for item in block["passes"]] == [1]
-        assert block["measured"] == [1] * len(block["ids"])
+    rows = rows_of(sweep, tmp_path)
+    for recompute, inert in (("fast", True), ("exact", False)):
+        plan = plan_of(sweep, rows, recompute=recompute)
+        assert {item["inert"] for item in passes_of(plan)} == {inert}
+        for block in plan.chunks[0]["blocks"]:
+            assert block["measured"] == [1] * len(block["ids"])
+
+
+# --- points that cannot differ ----------------------------------------------------------------
+
+LAST = {"axes": {}, "on_bad_row": "exclude"}
+
+
+@pytest.mark.parametrize(
+    ("write", "inert"),
+    [
+        ({"site": "resid_post", "layer": 3, "position": "second", "set": 0.0}, True),
+        ({"site": "resid_post", "layer": 3, "position": "last", "set": 0.0}, False),
+        ({"site": "resid_post", "layer": 2, "position": "second", "set": 0.0}, False),
+        ({"site": "resid_pre", "layer": 3, "position": "second", "set": 0.0}, False),
+        ({"site": "z", "layer": 3, "head": 0, "position": "second", "set": 0.0}, True),
+        ({"site": "mlp_out", "layer": 3, "position": "second", "set": 0.0}, True),
+        ({"site": "attn_out", "layer": 2, "position": "second", "set": 0.0}, False),
+        ({"site": "embed", "position": "last", "noise": {"std": 0.0, "seed": 1}}, True),
+        ({"site": "embed", "position": "last", "noise": {"std": 0.1, "seed": 1}}, False),
+        # The first tokens of prompt and donor are the same, the subjects are not.
+        ({"site": "resid_post", "layer": 1, "position": "second", "set": "donor"}, True),
+        ({"site": "resid_post", "layer": 1, "position": "subject", "set": "donor"}, False),
+    ],
+)
+def test_a_point_that_cannot_differ_is_known(tmp_path, write, inert):
+    sweep = sweep_of(**LAST, writes=[write])
+    rows = rows_of(sweep, tmp_path, [RECORDS[0]])
+    plan = plan_of(sweep, rows)
+    assert [item["inert"] for item in passes_of(plan)] == [inert]
+    assert inert_rows(plan.chunks) == ({plan.points[0].point_key: 1} if inert else {})
+    assert forward_passes(plan.chunks) == 1 + (write.get("set") == "donor") + (not inert)
+    assert not any(item["inert"] for item in passes_of(plan_of(sweep, rows, recompute="exact")))
+
+
+def test_one_write_that_can_move_something_is_enough(tmp_path):
+    still = {"site": "resid_post", "layer": 3, "position": "second", "set": 0.0}
+    sweep = sweep_of(**LAST, writes=[still, still | {"layer": 2}])
+    plan = plan_of(sweep, rows_of(sweep, tmp_path, [RECORDS[0]]))
+    assert [item["inert"] for item in passes_of(plan)] == [False]
+
+
+# --- what rows have in common -----------------------------------------------------------------
+
+
+def test_rows_share_the_tokens_that_are_the_same_and_that_nobody_touches(tmp_path):
+    def shared(position, records=(RECORDS[0], RECORDS[1]), **how):
+        sweep = layers_by_positions(axes={"layer": [0], "position": [position]})
+        rows = rows_of(sweep, tmp_path, list(records))
+        (block,) = plan_of(sweep, rows, **how).chunks[0]["blocks"]
+        return block["shared"], block["donor_shared"]
+
+    subject = rows_of(layers_by_positions(), tmp_path)[0].positions["subject"].base[0]
+    assert shared("last") == shared("subject") == (subject, subject)
+    assert shared("second") == (1, 1)
+    assert shared("last", recompute="exact") == (0, 0)
+    alone = rows_of(layers_by_positions(), tmp_path, [RECORDS[0]])[0]
+    assert shared("last", [RECORDS[0]]) == (len(alone.ids) - 1, len(alone.donor_ids) - 1)
+
+
+# --- who shares a pass ------------------------------------------------------------------------
+
+
+def alone_with(tmp_path, sweep, joins=True, **how):
+    """The one block's passes of a sweep over one row."""
+    model = model_of()
+    model["shape"]["joins"] = joins
+    return passes_of(plan_of(sweep, rows_of(sweep, tmp_path, [RECORDS[0]]), model, **how))
+
+
+def test_points_join_a_pass_at_their_own_layers(tmp_path):
+    sweep = layers_by_positions(axes={"layer": [3, 0, 2, 1], "position": ["last"]})
+    (item,) = alone_with(tmp_path, sweep)
+    assert item["resumes"] == [1, 2, 3, 4]
+    assert [edit["tap"]["order"][0] for edit in item["edits"]] == [0, 1, 2, 3]
+
+
+def test_points_below_every_layer_have_passes_of_their_own(tmp_path):
+    axes = {"layer": [0, 1, 2], "head": [0, 1]}
+    found = alone_with(tmp_path, alone_of(axes=axes, writes=[HEAD]))
+    assert sorted(item["resumes"] for item in found) == [[0, 0], [1, 1, 2, 2]]
+
+
+def test_where_layers_need_their_rows_a_pass_has_one_first_layer(tmp_path):
+    axes = {"layer": [0, 1, 2], "head": [0, 1]}
+    found = alone_with(tmp_path, alone_of(axes=axes, writes=[HEAD]), joins=False)
+    assert sorted(item["resumes"] for item in found) == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_few_points_go_along_with_an_earlier_token(tmp_path, monkeypatch):
+    sweep = layers_by_positions(axes={"layer": [1, 2], "position": ["last", "subject"]})
+    (item,) = alone_with(tmp_path, sweep)
+    subject = rows_of(sweep, tmp_path, [RECORDS[0]])[0].positions["subject"].base[0]
+    assert (item["start"], item["resumes"]) == (subject, [2, 2, 3, 3])
+    monkeypatch.setattr("nnsweep.plan.PASS_COST", 0)
+    assert len(alone_with(tmp_path, sweep)) == 2
+    assert len(alone_with(tmp_path, sweep, recompute="exact")) == 4
+
+
+def test_passes_of_long_prompts_hold_fewer_points(tmp_path, monkeypatch):
+    sweep = layers_by_positions(axes={"layer": [0, 1, 2, 3], "position": ["last"]})
+    monkeypatch.setattr("nnsweep.plan.PASS_TOKENS", 2)
+    assert [item["resumes"] for item in alone_with(tmp_path, sweep)] == [[1, 2], [3, 4]]
+
+
+def test_slices_are_even(tmp_path):
+    sweep = alone_of(axes={"layer": [1], "head": "all"}, writes=[HEAD])
+    found = alone_with(tmp_path, sweep, batch_rows=3)
+    assert [len(item["points"]) for item in found] == [2, 2]
 
 
 @pytest.mark.parametrize(("batch_rows", "points"), [(3, [1, 1, 1, 1]), (6, [2, 2]), (100, [4])])
@@ -250,7 +367,7 @@ def test_points_share_a_pass_up_to_the_batch(tmp_path, batch_rows, points):
 def grown(tmp_path, before, after, **how):
     """Plan `before`, then `after` with what is known of the first plan."""
     old = plan_of(before, rows_of(before, tmp_path), **how)
-    earlier = [pass_ids(chunk) for chunk in old.chunks]
+    earlier = [pass_records(chunk) for chunk in old.chunks]
     return old, plan_of(after, rows_of(after, tmp_path), earlier=earlier, **how)
 
 
@@ -297,12 +414,28 @@ def test_what_is_not_read_changes_no_point(tmp_path, changes):
     )
 
 
+def test_a_grown_sweep_keeps_its_passes_and_a_smaller_batch_does_not(tmp_path):
+    """The new layer has a pass of its own, though the earlier pass had room for it."""
+    before = layers_by_positions(axes={"layer": [0, 1], "position": ["last"]})
+    after = layers_by_positions(axes={"layer": [0, 1, 2], "position": ["last"]})
+    old, new = grown(tmp_path, before, after)
+    assert [item["resumes"] for item in passes_of(old)] == [[1, 2]] * 3
+    assert [item["resumes"] for item in passes_of(new)] == [[1, 2]] * 3 + [[3]] * 3
+    earlier = [pass_records(chunk) for chunk in new.chunks]
+    rows = rows_of(after, tmp_path)
+    smaller = plan_of(after, rows, batch_rows=2, earlier=earlier)
+    assert smaller.chunks == plan_of(after, rows, batch_rows=2).chunks
+    exact = plan_of(after, rows, recompute="exact", earlier=earlier)
+    assert exact.chunks == plan_of(after, rows, recompute="exact").chunks
+
+
 def test_a_lost_chunk_is_cut_anew(tmp_path):
     sweep = layers_by_positions()
     rows = rows_of(sweep, tmp_path)
     whole = plan_of(sweep, rows, chunk_passes=2)
-    earlier = [pass_ids(chunk) for chunk in whole.chunks]
-    again = plan_of(sweep, rows, chunk_passes=2, earlier=[["gone"], [], *earlier[1:]])
+    earlier = [pass_records(chunk) for chunk in whole.chunks]
+    gone = [earlier[0][0] | {"pass_id": "gone"}]
+    again = plan_of(sweep, rows, chunk_passes=2, earlier=[gone, [], *earlier[1:]])
     assert chunk_ids(again) == [*chunk_ids(whole)[1:], chunk_ids(whole)[0]]
 
 
@@ -589,8 +722,10 @@ def test_ten_thousand_points_are_planned(tmp_path):
 def test_the_work_is_counted(tmp_path):
     sweep = layers_by_positions(axes={"layer": [0, 1], "position": ["last"]})
     plan = plan_of(sweep, rows_of(sweep, tmp_path), batch_rows=100)
-    # Three pairs of lengths, each with its clean run, its donor run and one pass a layer.
-    assert forward_passes(plan.chunks) == 3 * (1 + 1 + 2)
+    # Three pairs of lengths, each with its clean run, its donor run and one pass.
+    assert forward_passes(plan.chunks) == 3 * (1 + 1 + 1)
+    exact = plan_of(sweep, rows_of(sweep, tmp_path), recompute="exact")
+    assert forward_passes(exact.chunks) == 3 * (1 + 1 + 2)
     # A loop without reuse runs prompt and donor for every layer.
     assert naive_passes(plan.chunks) == 3 * 2 * 2
 
@@ -645,7 +780,10 @@ def test_controls_are_planned_with_every_sweep(tmp_path):
     found = controls_of(tmp_path, layers_by_positions())
     assert set(found) == {
         f"control:{name}"
-        for name in ("clean", "self_patch_0", "self_patch_1", "zero_steer", "full_donor", "donor")
+        for name in (
+            *("clean", "self_patch_0", "self_patch_1", "inert", "zero_steer"),
+            *("full_donor", "donor"),
+        )
     }
     swapped = found["control:donor"]
     assert swapped["ids"] == found["control:clean"]["donor_ids"]

@@ -101,7 +101,10 @@ def test_null_and_not_a_number_stay_apart(tmp_path):
     ("schema", "expected"),
     [
         (part_schema(["a", "b"]), ["point_key", "row_key", "status", "reason", "a", "b"]),
-        (points_schema(AXES), ["point_id", "point_key", "layer", "position", "scale", "writes"]),
+        (
+            points_schema(AXES),
+            ["point_id", "point_key", "layer", "position", "scale", "writes", "inert_rows"],
+        ),
         (
             values_schema(AXES, ["a"]),
             ["point_id", "layer", "position", "scale", "row_id", "status", "reason", "a"],

@@ -12,6 +12,7 @@ from nnsweep import SEMANTICS
 from nnsweep.config import read_config
 from nnsweep.errors import UserError
 from nnsweep.jobs import read_sweep, settings_of, size_line
+from nnsweep.sites import SHAPE_VERSION
 from nnsweep.sweep import vector_files
 
 try:

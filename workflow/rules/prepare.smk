@@ -10,6 +10,7 @@ rule prepare_model:
         "../../envs/local.yaml"
     params:
         model=SPEC.model.model_dump_json(),
+        shape=f"shape {SHAPE_VERSION}",
     message:
         "Preparing the model (fetched and converted once)"
     script:

@@ -267,9 +267,9 @@ def canary(part: Plain) -> Plain:
     """The smallest session of a chunk: one pass of one block, without writes."""
     block = part["blocks"][0]
     item = block["passes"][0]
-    alone = {"pass_id": "canary", "points": ["canary"], "resume": 0, "start": 0, "edits": []}
+    alone = {"pass_id": "canary", "points": ["canary"], "resumes": [0], "start": 0, "edits": []}
     return part | {
         "chunk_id": digest(["canary", item["pass_id"]]),
         "references": {},
-        "blocks": [block | {"passes": [alone]}],
+        "blocks": [block | {"passes": [alone | {"inert": False}]}],
     }
