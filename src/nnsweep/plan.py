@@ -399,14 +399,10 @@ class _Context:
 
         `exact` runs such points too: where experts share tokens, even they can move a bit.
         """
-        return (
-            self.settings.recompute == "fast"
-            and bool(point.edits)
-            and all(
-                _cannot_move(edit, self.rows[i], self.sweep.measure_at, self.shape["layers"])
-                for edit in point.edits
-                for i in block
-            )
+        return self.settings.recompute == "fast" and all(
+            _cannot_move(edit, self.rows[i], self.sweep.measure_at, self.shape["layers"])
+            for edit in point.edits
+            for i in block
         )
 
     def _seeded(self, edit: Plain, block: Sequence[int]) -> Plain:
@@ -551,7 +547,12 @@ class _Context:
     def _first_inert(self, points: Sequence[Point], block: tuple[int, ...]) -> Point | None:
         """A point that cannot differ on these rows."""
         return next(
-            (p for p in points if set(block) <= set(p.rows) and self._is_inert(p, block)), None
+            (
+                p
+                for p in points
+                if p.edits and set(block) <= set(p.rows) and self._is_inert(p, block)
+            ),
+            None,
         )
 
     def _control(

@@ -359,6 +359,7 @@ def test_a_bad_point_is_isolated_and_the_others_are_kept(
 
 PLANTED = "planted-marker-4f1c9a"
 VERDICT = "results/tiny/parity/local-vs-ndif.json"
+TOGETHER = {"batch_rows": 256, "chunk_passes": 64}
 VALUES = "results/tiny/ndif/values.parquet"
 
 
@@ -401,7 +402,7 @@ def flow(
     """Kill a run while its first session runs, then finish it; one session at a time."""
     project = project_of(tmp_path_factory.mktemp("flow") / "project", tiny)
     count = len(server.received(ndif_state_dir))
-    env, config = on(ndif_server.host), {"engine": "ndif", "chunk_passes": 64}
+    env, config = on(ndif_server.host), {"engine": "ndif"} | TOGETHER
     process = project.start(VALUES, "--resources", "ndif_sessions=1", env=env, **config)
     killed = kill_when(process, lambda: bool(journals(project)))
     then = len(server.received(ndif_state_dir)) - count
@@ -468,7 +469,7 @@ def contents(path: Path) -> str:
 
 def test_a_second_run_does_nothing(flow: Flow) -> None:
     done = flow.project.run(
-        VALUES, VERDICT, env=on("http://127.0.0.1:9"), engine="ndif", chunk_passes=64
+        VALUES, VERDICT, env=on("http://127.0.0.1:9"), engine="ndif", **TOGETHER
     )
     assert done.idle, done.out
 
@@ -486,7 +487,7 @@ def test_a_sample_of_points_is_compared(flow: Flow, tmp_path: Path) -> None:
     for name in ("local", "parity"):
         shutil.rmtree(project.results / name)
     nowhere = on("http://127.0.0.1:9")
-    config = {"engine": "ndif", "chunk_passes": 64, "parity": "{points: 3}"}
+    config = {"engine": "ndif", "parity": "{points: 3}"} | TOGETHER
     done = project.run(VALUES, VERDICT, env=nowhere, **config)
     assert done.code == 0, done.out
     assert (done.out.count(" on engine local"), done.out.count(" on engine ndif")) == (1, 0)
@@ -502,7 +503,7 @@ def test_a_value_that_differs_fails_the_run(flow: Flow, tmp_path: Path) -> None:
     place = table.column_names.index("gap")
     moved = table.set_column(place, "gap", pc.add(table["gap"], pa.scalar(0.01, pa.float32())))
     write_table(path, moved, table.schema)
-    done = project.run(VERDICT, env=on("http://127.0.0.1:9"), engine="ndif", chunk_passes=64)
+    done = project.run(VERDICT, env=on("http://127.0.0.1:9"), engine="ndif", **TOGETHER)
     assert done.code != 0
     (line,) = [line for line in done.out.splitlines() if line.startswith("nnsweep: ")]
     assert "30 different" in line

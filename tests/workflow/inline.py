@@ -6,7 +6,7 @@ from nnsweep import jobs
 from nnsweep.config import read_config
 from nnsweep.merge import merge_chunks
 from nnsweep.plan import Plan
-from workflow.project import Project
+from workflow.project import CUT, Project
 
 
 def run_inline(project: Project, results: Path, **config) -> Plan:
@@ -15,7 +15,7 @@ def run_inline(project: Project, results: Path, **config) -> Plan:
     The working directory must be the project's folder.
     """
     sweep = jobs.read_sweep(project / "config/sweeps/tiny.yaml")
-    settings = read_config({"device": "cpu", "threads": 1, "chunk_passes": 6} | config)
+    settings = read_config({"device": "cpu", "threads": 1} | CUT | config)
     model, prompts = project.results / "model.json", results / "prompts.parquet"
     jobs.prepare_prompts(sweep, model, prompts)
     plan = jobs.expand_sweep(sweep, jobs.settings_of(settings), model, prompts, results)

@@ -53,6 +53,10 @@ SWEEP: dict[str, Any] = {
 """Neither the axes nor the measures stand in alphabetical order."""
 
 
+CUT = {"batch_rows": 3, "chunk_passes": 6}
+"""One point a pass."""
+
+
 @dataclass
 class Done:
     """A finished command."""
@@ -125,7 +129,7 @@ class Project:
         self, *arguments: str, cores: int = 2, env: Mapping[str, str] | None = None, **config: Any
     ) -> subprocess.Popen[str]:
         """Start Snakemake in the folder."""
-        chosen = {"sweep": "tiny", "threads": 1, "chunk_passes": 6} | config
+        chosen = {"sweep": "tiny", "threads": 1} | CUT | config
         pairs = [f"{key}={value}" for key, value in chosen.items()]
         command = [sys.executable, "-m", "snakemake", "--cores", str(cores), "--nocolor"]
         return subprocess.Popen(
