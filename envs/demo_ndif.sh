@@ -9,6 +9,6 @@ for sweep in capitals_layers ioi_heads; do
 	snakemake --cores 2 --config engine=ndif sweep=$sweep
 	nnsweep show results/$sweep/ndif
 	nnsweep parity results/$sweep/local results/$sweep/ndif
-	cmp results/$sweep/local/values.parquet results/$sweep/ndif/values.parquet &&
-		echo "  local/values.parquet and ndif/values.parquet are the same bytes"
+	cmp results/$sweep/local/values.parquet results/$sweep/ndif/values.parquet
+	echo "  local/values.parquet and ndif/values.parquet are the same bytes"
 done
