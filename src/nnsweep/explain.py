@@ -6,11 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from nnsweep import jobs
-from nnsweep.plan import Plan, Settings, forward_passes, keys_of, make_plan, naive_passes
+from nnsweep.plan import (
+    Plan,
+    Settings,
+    forward_passes,
+    inert_rows,
+    keys_of,
+    make_plan,
+    naive_passes,
+)
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sweep import Sweep
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+RESIDENT = 8e8
+"""Bytes that a chunk job holds besides the model: Python, torch, nnsight and pyarrow (measured)."""
 Plain = dict[str, Any]
 
 
@@ -61,6 +71,7 @@ def _size(
     yield f"  values          {sum(len(p.rows) for p in plan.points) * len(sweep.measures)}"
     yield f"  forward passes  {passes} in {len(plan.chunks)} chunks (a loop without reuse: {naive})"
     yield f"  layer x token   {work:,} computed, {full:,} in full passes ({work / full:.0%})"
+    yield from _reuse(model, plan, settings)
     yield f"  memory          about {_memory(model, plan) / 1e9:.1f} GB"
     yield f"  time            about {_seconds(model, work):.0f} s of passes on this CPU"
     yield f"  planned in      {planned:.1f} s"
@@ -110,24 +121,50 @@ def full_work(plan: Plan) -> int:
     return total
 
 
-def _memory(model: Plain, plan: Plan) -> float:
-    """Weights, one pass's activations and logits, and what a block keeps of its clean runs."""
-    shape, size = model["shape"], BYTES[model["dtype"]]
-    most = 0.0
+def _reuse(model: Plain, plan: Plan, settings: Settings) -> Iterator[str]:
+    """What is taken from the clean run, and what is not and why."""
+    idle = sum(inert_rows(plan.chunks).values())
+    if idle and any(point.edits for point in plan.points):
+        yield f"  cannot differ   {idle} value rows, taken from the clean run"
+    if settings.recompute == "exact":
+        yield "  not reused      tokens before a write (recompute: exact)"
+        return
+    shape, items = model["shape"], list(_passes(plan))
+    late = [item for _, item in items if any(item["resumes"])]
+    if late and not shape["joins"]:
+        yield f"  not shared      passes between first layers ({shape['family']})"
+    long = sum(_is_long(shape, block) for block, item in items if item["edits"])
+    if long:
+        yield (
+            f"  not reused      tokens before a write in {long} passes: prompts of "
+            f"{shape['window']} tokens or more, the sliding window"
+        )
+
+
+def _passes(plan: Plan) -> Iterator[tuple[Plain, Plain]]:
     for chunk in plan.chunks:
         for block in chunk["blocks"]:
-            width = len(block["ids"][0])
-            rows = len(block["ids"])
-            stacked = rows * max(len(item["points"]) for item in block["passes"])
-            kept = (
-                rows
-                * width
-                * shape["layers"]
-                * (shape["hidden"] + 2 * shape["kv_heads"] * shape["head_dim"])
-            )
-            live = stacked * (width * shape["hidden"] * 8 + shape["vocab"] * 3)
-            most = max(most, size * (kept + live))
-    return shape["parameters"] * size + most + 4e8
+            for item in block["passes"]:
+                yield block, item
+
+
+def _is_long(shape: Plain, block: Plain) -> bool:
+    return shape["window"] is not None and len(block["ids"][0]) >= shape["window"]
+
+
+def _memory(model: Plain, plan: Plan) -> float:
+    """Weights, what a block keeps of its clean runs, one pass's activations, keys and logits."""
+    shape, size = model["shape"], BYTES[model["dtype"]]
+    keys = 2 * shape["kv_heads"] * shape["head_dim"]
+    most = 0.0
+    for block, item in _passes(plan):
+        rows, width = len(block["ids"]), len(block["ids"][0])
+        kept = rows * width * shape["layers"] * (shape["hidden"] + keys)
+        stacked = rows * len(item["points"])
+        live = stacked * ((width - item["start"]) * shape["hidden"] * 8 + shape["vocab"])
+        live += stacked * item["start"] * shape["layers"] * keys + 4 * rows * shape["vocab"]
+        most = max(most, size * (kept + live))
+    return shape["parameters"] * size + most + RESIDENT
 
 
 def _seconds(model: Plain, work: int) -> float:

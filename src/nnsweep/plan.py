@@ -670,12 +670,18 @@ def inert_rows(chunks: Iterable[Plain]) -> Counter[str]:
     return found
 
 
+def clean_runs(block: Plain) -> int:
+    """Model calls without writes: prompts, donors, and the beginnings that their rows share."""
+    beginnings = bool(block["shared"]) + bool(block["donor_shared"])
+    return 1 + bool(block["donor_ids"]) + beginnings
+
+
 def forward_passes(chunks: Iterable[Plain]) -> int:
     """Model calls of some chunks: clean runs, reference runs and passes."""
     return sum(
         sum(len(batches) for batches in chunk["references"].values())
         + sum(
-            sum(not item["inert"] for item in block["passes"]) + 1 + bool(block["donor_ids"])
+            sum(not item["inert"] for item in block["passes"]) + clean_runs(block)
             for block in chunk["blocks"]
         )
         for chunk in chunks

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from nnsweep.errors import UserError
 from nnsweep.plan import (
+    clean_runs,
     forward_passes,
     inert_rows,
     keys_of,
@@ -272,7 +273,8 @@ def test_a_point_that_cannot_differ_is_known(tmp_path, write, inert):
     plan = plan_of(sweep, rows)
     assert [item["inert"] for item in passes_of(plan)] == [inert]
     assert inert_rows(plan.chunks) == ({plan.points[0].point_key: 1} if inert else {})
-    assert forward_passes(plan.chunks) == 1 + (write.get("set") == "donor") + (not inert)
+    (block,) = plan.chunks[0]["blocks"]
+    assert forward_passes(plan.chunks) == clean_runs(block) + (not inert)
     assert not any(item["inert"] for item in passes_of(plan_of(sweep, rows, recompute="exact")))
 
 
@@ -722,8 +724,12 @@ def test_ten_thousand_points_are_planned(tmp_path):
 def test_the_work_is_counted(tmp_path):
     sweep = layers_by_positions(axes={"layer": [0, 1], "position": ["last"]})
     plan = plan_of(sweep, rows_of(sweep, tmp_path), batch_rows=100)
-    # Three pairs of lengths, each with its clean run, its donor run and one pass.
-    assert forward_passes(plan.chunks) == 3 * (1 + 1 + 1)
+    # Three pairs of lengths, each with its clean run, its donor run, the beginnings that their rows
+    # share, and one pass.
+    blocks = plan.chunks[0]["blocks"]
+    beginnings = [bool(b["shared"]) + bool(b["donor_shared"]) for b in blocks]
+    assert [clean_runs(b) for b in blocks] == [2 + more for more in beginnings] == [4, 4, 4]
+    assert forward_passes(plan.chunks) == 3 * (4 + 1)
     exact = plan_of(sweep, rows_of(sweep, tmp_path), recompute="exact")
     assert forward_passes(exact.chunks) == 3 * (1 + 1 + 2)
     # A loop without reuse runs prompt and donor for every layer.
