@@ -274,6 +274,19 @@ def prob(logits: Logits, target: int) -> float:
     return float(np.exp(log_prob(logits, target)))
 
 
+def entropy(logits: Logits) -> float:
+    """Return the entropy of the next-token distribution, in nats."""
+    probabilities = np.exp(log_softmax(logits))
+    return float(-sum(p * np.log(p) for p in probabilities if p > 0))
+
+
+def js(clean: Logits, patched: Logits) -> float:
+    """Return the Jensen-Shannon divergence, from the entropies of both and of their mean."""
+    p, q = np.exp(log_softmax(clean)), np.exp(log_softmax(patched))
+    mean = entropy(np.log((p + q) / 2))
+    return mean - (entropy(clean) + entropy(patched)) / 2
+
+
 def rank(logits: Logits, target: int) -> int:
     """Return how many tokens have a strictly larger logit than the target."""
     values = as_float64(logits)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from nnsweep.sweep import AGAINST_CLEAN
+
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0, "float16": 0.1}
 """Largest difference of a measure that a control may show, by dtype; bfloat16 noise on a logit was
 measured at up to 0.56."""
@@ -20,11 +22,6 @@ EXPECTED = {
     "full_donor": ("donor", "the donor's whole residual stream written at the last layer"),
 }
 """Control -> (the run it must equal, what it does)."""
-
-
-AGAINST_CLEAN = ("kl", "recovery")
-"""Kinds of measure that compare with the clean run of the same prompt. The donor run is another
-prompt, so they say nothing about whether two runs are equal there."""
 
 
 def judge(table: pa.Table, measures: Mapping[str, str], dtype: str) -> dict[str, dict[str, Any]]:

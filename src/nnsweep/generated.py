@@ -108,7 +108,7 @@ def _measures() -> str:
     )
     rows = []
     for kind, entry in REGISTRY.items():
-        asks = ", ".join(f"`{field}`" for field in MEASURES[kind]) or "nothing"
+        asks = " or ".join(f"`{field}`" for field in MEASURES[kind]) or "nothing"
         low = "-inf" if entry.low is None else f"{entry.low:g}"
         high = "inf" if entry.high is None else f"{entry.high:g}"
         cells = (f"`{kind}`", asks, entry.unit, f"{low} to {high}", entry.definition, entry.source)

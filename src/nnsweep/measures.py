@@ -6,6 +6,7 @@ prompts without writes, both float32, and `answers`, a list of (rows,) token ids
 (rows,).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,13 +34,19 @@ def logit_diff(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
 
 
 def log_prob(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
-    """Natural logarithm of the answer's probability."""
-    return logits.log_softmax(-1).gather(-1, answers[0].to(logits.device)[:, None])[:, 0]
+    """Natural logarithm of the probability of the answer, or of any of several answers."""
+    picked = logits.log_softmax(-1).gather(-1, torch.stack(answers, -1).to(logits.device))
+    return picked[:, 0] if len(answers) == 1 else picked.logsumexp(-1)
+
+
+def cross_entropy(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
+    """The loss of the answer as the next token."""
+    return -logits.log_softmax(-1).gather(-1, answers[0].to(logits.device)[:, None])[:, 0]
 
 
 def prob(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
-    """The answer's probability."""
-    return logits.softmax(-1).gather(-1, answers[0].to(logits.device)[:, None])[:, 0]
+    """The probability of the answer, or of any of several answers."""
+    return logits.softmax(-1).gather(-1, torch.stack(answers, -1).to(logits.device)).sum(-1)
 
 
 def rank(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
@@ -52,6 +59,19 @@ def kl(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """Kullback-Leibler divergence of the run under the writes from the clean run."""
     p, q = clean.log_softmax(-1), logits.log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
+
+
+def js(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
+    """Jensen-Shannon divergence between the clean run and the run under the writes."""
+    p, q = clean.log_softmax(-1), logits.log_softmax(-1)
+    middle = torch.logaddexp(p, q) - torch.log(torch.tensor(2.0, device=p.device))
+    return ((p.exp() * (p - middle)).sum(-1) + (q.exp() * (q - middle)).sum(-1)) / 2
+
+
+def entropy(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
+    """Entropy of the next-token distribution."""
+    q = logits.log_softmax(-1)
+    return -(q.exp() * q).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -68,6 +88,7 @@ class Entry:
 
 
 _PATCHING = "Heimersheim and Nanda, How to use and interpret activation patching, 2024"
+_SHANNON = "Shannon, A mathematical theory of communication, 1948"
 _IIA = "Geiger et al., Causal abstractions of neural networks, 2021"
 
 REGISTRY: dict[str, Entry] = {
@@ -83,9 +104,27 @@ REGISTRY: dict[str, Entry] = {
     ),
     "logit": Entry(logit, "logits", None, None, False, "logit of the answer", _PATCHING),
     "log_prob": Entry(
-        log_prob, "nats", None, 0, False, "log softmax of the logits at the answer", _PATCHING
+        log_prob,
+        "nats",
+        None,
+        0,
+        False,
+        "log softmax of the logits at the answer; of a set of answers, the logarithm of their "
+        "summed probability",
+        _PATCHING,
     ),
-    "prob": Entry(prob, "probability", 0, 1, False, "softmax at the answer", _PATCHING),
+    "cross_entropy": Entry(
+        cross_entropy, "nats", 0, None, False, "minus the log softmax at the answer", _SHANNON
+    ),
+    "prob": Entry(
+        prob,
+        "probability",
+        0,
+        1,
+        False,
+        "softmax at the answer; of a set of answers, their sum",
+        _PATCHING,
+    ),
     "rank": Entry(
         rank,
         "tokens",
@@ -104,6 +143,9 @@ REGISTRY: dict[str, Entry] = {
         "logit of the first answer minus logit of the second",
         "Wang et al., Interpretability in the wild, 2022",
     ),
+    "entropy": Entry(
+        entropy, "nats", 0, None, False, "entropy of the next-token distribution", _SHANNON
+    ),
     "kl": Entry(
         kl,
         "nats",
@@ -112,6 +154,16 @@ REGISTRY: dict[str, Entry] = {
         False,
         "KL(clean || under the writes) of the next-token distributions",
         _PATCHING,
+    ),
+    "js": Entry(
+        js,
+        "nats",
+        0,
+        math.log(2),
+        False,
+        "Jensen-Shannon divergence between the next-token distributions of the clean run and of "
+        "the run under the writes",
+        "Lin, Divergence measures based on the Shannon entropy, 1991",
     ),
     "recovery": Entry(
         None,

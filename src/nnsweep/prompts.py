@@ -280,9 +280,10 @@ def _answers(
         reason = reason or _prefixed(f"answer {name} '{record[column]}'", problem)
     firsts = {name: ids[0] for name, ids in answers.items() if ids}
     for measure in sweep.measures.values():
-        a, b = (firsts.get(name) for name in measure.answers or ["", ""])
-        if a is not None and a == b:
-            reason = reason or f"answers {measure.answers} begin with the same token {a}"
+        ids = [firsts[name] for name in measure.answers or [] if name in firsts]
+        twice = next((token for token in ids if ids.count(token) > 1), None)
+        if twice is not None:
+            reason = reason or f"answers {measure.answers} begin with the same token {twice}"
     return answers, reason
 
 

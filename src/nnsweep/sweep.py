@@ -22,14 +22,20 @@ LAYERLESS = ("embed", "logits")
 MEASURES: dict[str, tuple[str, ...]] = {
     "match": ("answer",),
     "logit": ("answer",),
-    "log_prob": ("answer",),
-    "prob": ("answer",),
+    "log_prob": ("answer", "answers"),
+    "cross_entropy": ("answer",),
+    "prob": ("answer", "answers"),
     "rank": ("answer",),
     "logit_diff": ("answers",),
+    "entropy": (),
     "kl": (),
+    "js": (),
     "recovery": ("of",),
 }
-"""The fields each kind of measure asks for (definitions: `nnsweep.measures`)."""
+"""The field each kind of measure asks for, or one of several (definitions: `nnsweep.measures`)."""
+
+AGAINST_CLEAN = ("kl", "js", "recovery")
+"""Kinds that compare with the clean run of the same prompt."""
 
 BUILT_IN_POSITIONS: dict[str, int | str] = {"last": -1, "all": "all"}
 
@@ -174,20 +180,37 @@ class Write(Strict):
 class Measure(Strict):
     """One number per point and prompt row, computed from the logits."""
 
-    kind: Literal["match", "logit", "log_prob", "prob", "rank", "logit_diff", "kl", "recovery"]
+    kind: Literal[
+        "match",
+        "logit",
+        "log_prob",
+        "cross_entropy",
+        "prob",
+        "rank",
+        "logit_diff",
+        "entropy",
+        "kl",
+        "js",
+        "recovery",
+    ]
     answer: str | None = Field(None, description="name of an answer")
     answers: list[str] | None = Field(
-        None, description="[target, foil]", min_length=2, max_length=2
+        None, description="[target, foil]; of prob and log_prob a set, summed", min_length=2
     )
     of: str | None = Field(None, description="the measure whose recovery is taken")
     min_gap: float = Field(0.1, gt=0, description="smallest clean-to-donor gap of `of` that counts")
 
     @model_validator(mode="after")
     def _fields_of_kind(self) -> "Measure":
-        for field in ("answer", "answers", "of"):
-            if (getattr(self, field) is not None) != (field in MEASURES[self.kind]):
-                need = "needs" if field in MEASURES[self.kind] else "takes no"
-                raise ValueError(f"kind {self.kind} {need} '{field}'")
+        allowed = MEASURES[self.kind]
+        given = [name for name in ("answer", "answers", "of") if getattr(self, name) is not None]
+        for field in given:
+            if field not in allowed:
+                raise ValueError(f"kind {self.kind} takes no '{field}'")
+        if len(given) != bool(allowed):
+            raise ValueError(f"kind {self.kind} needs '{"' or '".join(allowed)}'")
+        if self.kind == "logit_diff" and len(self.answers or []) != 2:
+            raise ValueError("kind logit_diff needs two answers, [target, foil]")
         return self
 
 
@@ -307,11 +330,8 @@ def _bad_measures(sweep: Sweep) -> list[str]:
             if answer is not None and answer not in sweep.prompts.answers:
                 known = ", ".join(sweep.prompts.answers) or "none"
                 problems.append(f"measures.{name}: answer '{answer}' is not one of: {known}")
-        if measure.of is not None and sweep.measures.get(measure.of, measure).kind in (
-            "recovery",
-            "kl",
-        ):
-            allowed = [k for k, m in sweep.measures.items() if m.kind not in ("recovery", "kl")]
+        if measure.of and sweep.measures.get(measure.of, measure).kind in AGAINST_CLEAN:
+            allowed = [k for k, m in sweep.measures.items() if m.kind not in AGAINST_CLEAN]
             problems.append(f"measures.{name}.of: '{measure.of}' is not one of {allowed}")
     return problems
 

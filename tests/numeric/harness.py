@@ -21,6 +21,11 @@ MEASURES: dict[str, Any] = {
     "prob": {"kind": "prob", "answer": "foil"},
     "rank": {"kind": "rank", "answer": "foil"},
     "logit_diff": {"kind": "logit_diff", "answers": ["target", "foil"]},
+    "cross_entropy": {"kind": "cross_entropy", "answer": "target"},
+    "either": {"kind": "prob", "answers": ["target", "foil"]},
+    "either_log": {"kind": "log_prob", "answers": ["target", "foil"]},
+    "entropy": {"kind": "entropy"},
+    "js": {"kind": "js"},
     "kl": {"kind": "kl"},
     "recovery": {"kind": "recovery", "of": "logit_diff", "min_gap": 1.0},
 }

@@ -38,19 +38,22 @@ def test_every_measure_is_the_oracles(data):
     logits, clean, target, foil = drawn(data)
     found = {
         kind: measured(kind, logits, clean, target)
-        for kind in ("match", "logit", "log_prob", "prob", "rank")
+        for kind in ("match", "logit", "log_prob", "cross_entropy", "prob", "rank")
     }
     found["logit_diff"] = measured("logit_diff", logits, clean, target, foil)
-    found["kl"] = measured("kl", logits, clean)
+    found |= {kind: measured(kind, logits, clean) for kind in ("kl", "js", "entropy")}
     for i, row in enumerate(logits):
         expected = {
             "match": oracle.match(row, target[i]),
             "logit": float(row[target[i]]),
             "log_prob": oracle.log_prob(row, target[i]),
+            "cross_entropy": -oracle.log_prob(row, target[i]),
             "prob": oracle.prob(row, target[i]),
             "rank": oracle.rank(row, target[i]),
             "logit_diff": oracle.logit_diff(row, target[i], foil[i]),
             "kl": oracle.kl(clean[i], row),
+            "js": oracle.js(clean[i], row),
+            "entropy": oracle.entropy(row),
         }
         for kind, value in expected.items():
             assert found[kind][i] == pytest.approx(value, rel=2e-5, abs=2e-5), kind
@@ -63,7 +66,7 @@ def test_values_lie_within_the_declared_bounds(data):
     for kind, entry in REGISTRY.items():
         if entry.function is None:
             continue
-        answers = {"logit_diff": [target, foil], "kl": []}.get(kind, [target])
+        answers = {"logit_diff": [target, foil]}.get(kind, [target])
         for value in measured(kind, logits, clean, *answers):
             assert entry.low is None or value >= entry.low - 1e-5, kind
             assert entry.high is None or value <= entry.high + 1e-5, kind
@@ -79,9 +82,21 @@ def test_adding_a_constant_to_all_logits_changes_no_distribution(data):
         assert moved == pytest.approx(measured(kind, logits, clean, *answers), abs=1e-4)
 
 
+@settings(max_examples=30)
+@given(st.data())
+def test_a_set_of_answers_has_their_summed_probability(data):
+    logits, clean, target, foil = drawn(data)
+    one, other = (measured("prob", logits, clean, answer) for answer in (target, foil))
+    both = measured("prob", logits, clean, target, foil)
+    assert both == pytest.approx([a + b for a, b in zip(one, other, strict=True)])
+    logs = measured("log_prob", logits, clean, target, foil)
+    assert np.exp(logs) == pytest.approx(both, rel=1e-4, abs=1e-30)
+
+
 def test_a_run_has_no_divergence_from_itself():
     logits = np.linspace(-5, 5, VOCAB, dtype=np.float32)[None]
     assert measured("kl", logits, logits) == [0.0]
+    assert measured("js", logits, logits) == pytest.approx([0.0], abs=1e-6)
 
 
 def test_the_divergence_goes_from_clean_to_changed():

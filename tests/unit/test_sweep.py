@@ -365,6 +365,13 @@ def test_an_inconsistent_write_is_refused(write, pattern):
         ({"kind": "kl", "answer": "target"}, "kind kl takes no 'answer'"),
         ({"kind": "logit_diff", "answer": "target"}, "takes no 'answer'"),
         ({"kind": "recovery"}, "needs 'of'"),
+        ({"kind": "prob"}, "kind prob needs 'answer' or 'answers'"),
+        (
+            {"kind": "prob", "answer": "target", "answers": ["target", "foil"]},
+            "kind prob needs 'answer' or 'answers'",
+        ),
+        ({"kind": "logit_diff", "answers": ["target", "foil", "third"]}, "needs two answers"),
+        ({"kind": "entropy", "answer": "target"}, "kind entropy takes no 'answer'"),
         ({"kind": "match", "answer": "verb"}, "answer 'verb' is not one of: target, foil"),
         ({"kind": "recovery", "of": "verb"}, "'verb' is not one of"),
         ({"kind": "recovery", "of": "m"}, "'m' is not one of"),
