@@ -57,8 +57,14 @@ lint: .venv/nnsweep .venv/dev ## Format and type checks, snakefmt, snakemake --l
 	@$(BIN)/snakefmt --check Snakefile workflow
 	@$(SNAKEMAKE) --lint
 
-bench: .venv/nnsweep .venv/dev ## Compare with hand-written hooks and plain nnsight (bench/ndif.py: remote)
+bench: .venv/nnsweep .venv/dev .venv-bench/deps ## Compare with hooks, nnsight, TransformerLens and pyvene
 	@PATH="$(BIN):$$PATH" $(PY) bench/run.py
+
+.venv-bench/deps: envs/bench-peers.lock envs/find_python.sh
+	@$$(sh envs/find_python.sh) -m venv --clear .venv-bench
+	@echo "Installing TransformerLens and pyvene into .venv-bench (2 to 4 minutes, about 6 GB with CUDA)"
+	@.venv-bench/bin/python -m pip install --quiet --requirement envs/bench-peers.lock
+	@touch $@
 
 schemas: .venv/nnsweep ## Write workflow/schemas and config/README.md from the models
 	@$(BIN)/nnsweep schemas .

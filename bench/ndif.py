@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 import torch
-from ways import difference, load, points_of, tensors
+from task import Spec, load, points_of, tensors
+from timing import difference
 
 from nnsweep.config import Config
 from nnsweep.engines.ndif import NdifEngine
@@ -87,7 +88,7 @@ def remote_point(shell, base, donor, layer, head, token, width):
 
 def main():
     name = sys.argv[1] if len(sys.argv) > 1 else "capitals_layers"
-    given = load(name)
+    given = load(Spec(name), None)
     ours, loop = session_way(*given), loop_way(*given)
     print(f"\n{name} on a local NDIF server\n")
     print("| | one trace a point | nnsweep | ratio |")

@@ -1,159 +1,124 @@
-"""One way of running a sweep, alone in a process: `python bench/ways.py WAY SWEEP [REPEATS]`.
+"""One way of running a task, alone in a process: `python bench/ways.py WAY TASK`.
 
-Prints one JSON line: seconds of every repeat (after one untimed run), peak memory, and the mean of
-the first measure at every point, by which the ways are compared.
+Prints one JSON line: seconds, peak memory, and the mean logit difference at every point, by which
+the ways are compared.
 """
 
-import json
-import resource
 import sys
-import time
 from pathlib import Path
 
 import torch
+from task import alike, load, read_spec
+from timing import THREADS, WARM_POINTS, difference, read_task, report
 
-from nnsweep.documents import parse, read_yaml
 from nnsweep.engines.local import LocalEngine
-from nnsweep.log import quiet_libraries
-from nnsweep.models import load_tokenizer, open_model, prepare
 from nnsweep.plan import Settings, keys_of, make_plan
-from nnsweep.prompts import prepare_rows
-from nnsweep.sweep import Sweep
-
-THREADS = 2
 
 
-def load(name):
-    """The sweep, its model and its rows, as the workflow prepares them."""
-    quiet_libraries()
-    torch.set_num_threads(THREADS)
-    torch.set_grad_enabled(False)
-    path = Path(f"config/sweeps/{name}.yaml")
-    sweep = parse(Sweep, read_yaml(path), str(path))
-    model = prepare(sweep.model.model_dump())
-    rows = prepare_rows(sweep, Path(sweep.prompts.file), load_tokenizer(model), 0)
-    return sweep, model, rows
-
-
-def nnsweep_way(sweep, model, rows, recompute):
-    """The product's kernel."""
+def nnsweep_way(path, recompute):
+    """The product's kernel; the untimed part is one layer of the sweep."""
+    sweep, model, rows = load(read_spec(path), path.parent)
     engine = LocalEngine(model, "cpu", THREADS)
-    plan = make_plan(sweep, model, rows, Settings(recompute=recompute), lambda *_: [])
-    column = list(sweep.measures).index("logit_diff")
+    middle = sweep.axes | {"layer": [model["shape"]["layers"] // 2]}
 
-    def run():
-        found = {}
-        for chunk in plan.chunks:
-            result = engine.run(chunk, lambda line: None)
-            for key, value in zip(keys_of(chunk), result.values[:, column], strict=True):
-                found.setdefault(key[0], []).append(float(value))
-        return [sum(found[p.point_key]) / len(found[p.point_key]) for p in plan.points]
+    def plan(part):
+        return make_plan(alike(part), model, rows, Settings(recompute=recompute), lambda *_: [])
 
-    return run
+    def run(part):
+        found = {point.point_key: [] for point in part.points}
+        for chunk in part.chunks:
+            values = engine.run(chunk, lambda line: None).values[:, 0]
+            for (key, _), value in zip(keys_of(chunk), values, strict=True):
+                found[key].append(float(value))
+        return [sum(values) / len(values) for values in found.values()]
 
-
-def tensors(sweep, rows):
-    """Ids of prompts and donors, and the answers of the logit difference."""
-    base = torch.tensor([row.ids for row in rows])
-    donor = torch.tensor([row.donor_ids for row in rows])
-    spec = sweep.measures["logit_diff"]
-    answers = [torch.tensor([row.answers[name][0] for row in rows]) for name in spec.answers]
-    return base, donor, answers
+    report(run, plan(sweep.model_copy(update={"axes": middle})), plan(sweep))
 
 
-def points_of(sweep, model, rows):
-    """(layer, head or None, token) of every point; all rows share their positions."""
-    shape = model["shape"]
-    positions = {name: place.base[0] for name, place in rows[0].positions.items()}
-    if "head" in sweep.axes:
-        heads = [
-            (layer, head) for layer in range(shape["layers"]) for head in range(shape["heads"])
-        ]
-        return [(layer, head, positions["last"]) for layer, head in heads]
-    return [
-        (layer, None, positions[name])
-        for layer in range(shape["layers"])
-        for name in sweep.axes["position"]
-    ]
-
-
-def difference(logits, answers):
-    row = torch.arange(len(logits))
-    return (logits[row, answers[0]] - logits[row, answers[1]]).mean().item()
-
-
-def hooks_way(sweep, model, rows):
+def hooks_way(path):
     """What one would write by hand: donor captured once, one full forward a point under a hook."""
-    module = open_model(model, "cpu")._module
-    layers = module.model.layers
-    base, donor, answers = tensors(sweep, rows)
-    width = model["shape"]["head_dim"]
+    from transformers import AutoModelForCausalLM
 
-    def capture(store):
-        def hook(_, args, output=None):
-            value = args[0] if output is None else output
-            store.append((value if torch.is_tensor(value) else value[0]).clone())
+    task = read_task(path)
+    module = AutoModelForCausalLM.from_pretrained(
+        task["weights"], dtype=torch.float32, attn_implementation=task["attention"]
+    ).eval()
+    layers, width = module.model.layers, task["shape"]["head_dim"]
 
-        return hook
-
-    streams_of, heads_of = [], []
-
-    def one(layer, head, token):
-        def patch_stream(_, args, output):
-            value = output if torch.is_tensor(output) else output[0]
-            value[:, token] = streams_of[layer][:, token]
-            return output
-
-        def patch_head(_, args):
-            value = args[0].clone()
-            low = head * width
-            value[:, token, low : low + width] = heads_of[layer][:, token, low : low + width]
-            return (value,)
-
-        if head is None:
-            handle = layers[layer].register_forward_hook(patch_stream)
-        else:
-            handle = layers[layer].self_attn.o_proj.register_forward_pre_hook(patch_head)
-        logits = module(base, logits_to_keep=1).logits[:, -1]
+    def one(store, layer, head, token):
+        handle = patch(layers[layer], store[layer], head, token, width)
+        logits = module(task["base"], logits_to_keep=1).logits[:, -1]
         handle.remove()
-        return difference(logits, answers)
+        return difference(logits, task["answers"])
 
-    def run():
-        streams_of.clear()
-        heads_of.clear()
-        handles = []
-        for layer in layers:
-            handles.append(layer.register_forward_hook(capture(streams_of)))
-            handles.append(layer.self_attn.o_proj.register_forward_pre_hook(capture(heads_of)))
-        module(donor, logits_to_keep=1)
-        for handle in handles:
-            handle.remove()
-        return [one(*point) for point in points_of(sweep, model, rows)]
+    def run(points):
+        store = capture(module, layers, task["donor"])
+        return [one(store, *point) for point in points]
 
-    return run
+    report(run, task["points"][:WARM_POINTS], task["points"])
 
 
-def nnsight_way(sweep, model, rows):
+def capture(module, layers, donor):
+    """The donor's residual stream and heads at every layer."""
+    store, handles = [{} for _ in layers], []
+    for layer, kept in zip(layers, store, strict=True):
+
+        def stream(_, args, output, kept=kept):
+            kept["stream"] = output.clone()
+
+        def heads(_, args, kept=kept):
+            kept["heads"] = args[0].clone()
+
+        handles.append(layer.register_forward_hook(stream))
+        handles.append(layer.self_attn.o_proj.register_forward_pre_hook(heads))
+    module(donor, logits_to_keep=1)
+    for handle in handles:
+        handle.remove()
+    return store
+
+
+def patch(layer, kept, head, token, width):
+    """Register the hook that writes the donor's stream, or one of its heads, at one token."""
+
+    def stream(_, args, output):
+        output[:, token] = kept["stream"][:, token]
+        return output
+
+    def heads(_, args):
+        value, part = args[0].clone(), slice(head * width, (head + 1) * width)
+        value[:, token, part] = kept["heads"][:, token, part]
+        return (value,)
+
+    if head is None:
+        return layer.register_forward_hook(stream)
+    return layer.self_attn.o_proj.register_forward_pre_hook(heads)
+
+
+def nnsight_way(path):
     """A session with one plain trace a point, the donor captured once."""
-    opened = open_model(model, "cpu")
-    base, donor, answers = tensors(sweep, rows)
-    points = points_of(sweep, model, rows)
-    width = model["shape"]["head_dim"]
+    from nnsight import TransformersModel
 
-    def run():
+    task = read_task(path)
+    how = {"dispatch": True, "device_map": "cpu", "dtype": "float32"}
+    opened = TransformersModel(
+        task["weights"], task="text-generation", attn_implementation=task["attention"], **how
+    )
+    opened._module.eval()
+
+    def run(points):
         with opened.session():
-            found = nnsight_sweep(opened, base, donor, answers, points, width).save()
+            found = nnsight_sweep(opened, task, points).save()
         return found
 
-    return run
+    report(run, task["points"][:WARM_POINTS], task["points"])
 
 
-def nnsight_sweep(opened, base, donor, answers, points, width):
+def nnsight_sweep(opened, task, points):
     store = {"stream": [], "z": []}
-    nnsight_capture(opened, donor, store)
+    nnsight_capture(opened, task["donor"], store)
     found = []
     for layer, head, token in points:
-        nnsight_point(opened, base, store, answers, layer, head, token, width, found)
+        nnsight_point(opened, task, store, layer, head, token, found)
     return found
 
 
@@ -164,38 +129,25 @@ def nnsight_capture(opened, donor, store):
             store["stream"].append(block.output.clone())
 
 
-def nnsight_point(opened, base, store, answers, layer, head, token, width, found):
-    with opened.trace(base, logits_to_keep=1):
+def nnsight_point(opened, task, store, layer, head, token, found):
+    width = task["shape"]["head_dim"]
+    with opened.trace(task["base"], logits_to_keep=1):
         block = opened.model.layers[layer]
         if head is None:
             block.output[:, token] = store["stream"][layer][:, token]
         else:
             part = slice(head * width, (head + 1) * width)
             block.self_attn.o_proj.input[:, token, part] = store["z"][layer][:, token, part]
-        found.append(difference(opened.output.logits[:, -1], answers))
+        found.append(difference(opened.output.logits[:, -1], task["answers"]))
 
 
 WAYS = {
-    "fast": lambda *given: nnsweep_way(*given, "fast"),
-    "exact": lambda *given: nnsweep_way(*given, "exact"),
     "hooks": hooks_way,
     "nnsight": nnsight_way,
+    "exact": lambda path: nnsweep_way(path, "exact"),
+    "fast": lambda path: nnsweep_way(path, "fast"),
 }
 
 
-def main():
-    way, name = sys.argv[1:3]
-    repeats = int(sys.argv[3]) if len(sys.argv) > 3 else 1
-    run = WAYS[way](*load(name))
-    means = run()
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        means = run()
-        seconds.append(time.perf_counter() - began)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": seconds, "peak": peak, "means": means}))
-
-
 if __name__ == "__main__":
-    main()
+    WAYS[sys.argv[1]](Path(sys.argv[2]))

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Resolve pyproject.toml into requirements.lock and requirements-dev.lock: pins, no addresses.
+# Resolve pyproject.toml into requirements.lock and requirements-dev.lock, and envs/bench.in into
+# envs/bench-peers.lock (the same torch and transformers): pins, no addresses.
 set -eu
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -19,3 +20,10 @@ note() { echo "# Exact pins of $1, for Python 3.12 and 3.13. Made by \`make lock
 	note "what tests and linters need on top of requirements.lock"
 	grep -vxFf "$scratch/run" "$scratch/all"
 } >requirements-dev.lock
+python="$scratch/peers/bin/python"
+"$(sh envs/find_python.sh)" -m venv "$scratch/peers"
+"$python" -m pip install --quiet --constraint requirements.lock --requirement envs/bench.in
+{
+	note "the peers that \`make bench\` compares nnsweep with"
+	"$python" -m pip freeze | sed -E "$mark"
+} >envs/bench-peers.lock

@@ -168,7 +168,7 @@ def run_pass(model, shape, block, item, state, means):
     if start:
         inputs["past_key_values"] = spread(
             state["clean"]["cache"],
-            lambda layer: max(1, sum(resume <= layer for resume in resumes)),
+            lambda layer: sum(resume <= layer for resume in resumes),
             start,
         )
     early, late = split_edits(shape, item)
@@ -417,11 +417,15 @@ def forward_inputs(shape, tokens, start, at):
 
 
 def spread(cache, copies, start):
-    """A fresh cache of the keys and values before `start`, with `copies(layer)` of every row."""
+    """A fresh cache of the keys and values before `start`, with `copies(layer)` of every row.
+
+    Of a layer without copies, which will be skipped, nothing but the length is read.
+    """
     past = cache.__class__()
     for number, layer in enumerate(cache.layers):
+        count = copies(number)
         keys, values = (
-            part[:, :, :start].repeat(copies(number), 1, 1, 1)
+            part[:, :, :start].repeat(count, 1, 1, 1) if count else part[:1, :, :start]
             for part in (layer.keys, layer.values)
         )
         past.update(keys, values, number)
