@@ -8,6 +8,9 @@ it a value of an earlier turn of a loop. Every name a chunk needs comes in as an
 
 import torch
 
+HEAD_BYTES = 16_000_000
+"""Most bytes of logits that one call of the head returns."""
+
 
 def run_chunk(model, chunk, functions, report):
     """Run all passes of a chunk.
@@ -106,7 +109,7 @@ def clean_run(model, shape, ids, at, captures, starts, caching, shared=0):
         trace_start(model, tokens[:1, :shared], start_inputs, found)
         inputs["past_key_values"] = spread(found.pop("start"), lambda _: len(ids), shared)
     trace_clean(model, shape, tokens, inputs, steps, starts, found, caching, shared)
-    found["logits"] = pick(found["logits"], at, tokens.shape[1])
+    found["logits"] = pick(found["logits"], at, tokens.shape[1]).float()
     return found
 
 
@@ -179,10 +182,11 @@ def run_pass(model, shape, block, item, state, means):
     }
     steps = ordered_steps(shape, resumes[0], streams, late)
     found = {}
+    suffix, width = shown[:, start:], tokens.shape[1]
     trace_pass(
-        model, shape, shown[:, start:], inputs, item, streams, steps, block, state, means, found
+        model, shape, suffix, inputs, item, streams, steps, block, state, means, at, width, found
     )
-    return pick(found["logits"], at, tokens.shape[1])
+    return found["logits"]
 
 
 def written_logits(block, item):
@@ -224,12 +228,7 @@ def stream_at(block, resumes, resume, early, state, means, start):
 
 def ordered_steps(shape, first, streams, late):
     """What a pass does after its skipped layers, in order: points that join, edits by place."""
-    steps = []
-    for resume in streams:
-        if first < resume < shape["layers"]:
-            steps.append(([resume, -1], "join", resume))
-        elif first < resume:
-            steps.append(([resume - 1, 6], "end", resume))
+    steps = [([resume - 1, 7], "join", resume) for resume in streams if resume > first]
     groups = {}
     for edit in late:
         groups.setdefault((edit["tap"]["path"], edit["tap"]["side"]), []).append(edit)
@@ -237,9 +236,13 @@ def ordered_steps(shape, first, streams, late):
     return sorted(steps, key=lambda step: step[0])
 
 
-def trace_pass(model, shape, tokens, inputs, item, streams, steps, block, state, means, found):
+def trace_pass(
+    model, shape, tokens, inputs, item, streams, steps, block, state, means, at, width, found
+):
     start, resumes, rows = item["start"], item["resumes"], len(block["ids"])
-    with model.trace(tokens, use_cache=start > 0, **inputs):
+    writes_logits = any(kind == "edit" and on_logits(step) for _, kind, step in steps)
+    # The clean keys and values are read all the same; they need not come back with the result.
+    with model.trace(tokens, use_cache=False, **inputs):
         for layer in range(resumes[0]):
             # A family whose layers hand out tuples must get a tuple back from a skipped one.
             more = state["clean"]["more"]
@@ -247,24 +250,43 @@ def trace_pass(model, shape, tokens, inputs, item, streams, steps, block, state,
             layer_at(model, shape, layer).skip((stream, *[None] * more) if more else stream)
         for order, kind, step in steps:
             if kind == "join":
-                module = layer_at(model, shape, step)
-                module.input = torch.cat([module.input, streams[step]])
-            elif kind == "end":
                 lengthen(layer_at(model, shape, step - 1), streams[step])
-            elif step[0]["tap"]["side"] != "logits":
+            elif not on_logits(step):
                 there = sum(resume <= max(order[0], 0) for resume in resumes)
                 rewrite(model, step, block, state, means, start, there * rows)
-        logits = model.output.logits.detach()
-        for _, kind, step in steps:
-            if kind == "edit" and step[0]["tap"]["side"] == "logits":
-                logits = logits.clone()
-                for edit in step:
-                    apply(logits, edit, block, state, means, start, logits.shape[1])
-        found["logits"] = logits
+        if shape["head"] and not writes_logits:
+            head = module_at(model, shape["head"])
+            hidden = pick(head.input, at, width)
+            found["logits"] = unembed(head, hidden, shape["vocab"], rows)
+            head.skip(hidden[:1, None, :1])
+        else:
+            logits = model.output.logits.detach()
+            for _, kind, step in steps:
+                if kind == "edit" and on_logits(step):
+                    logits = logits.clone()
+                    for edit in step:
+                        apply(logits, edit, block, state, means, start, logits.shape[1])
+            found["logits"] = pick(logits, at, width).float()
+
+
+def on_logits(edits):
+    return edits[0]["tap"]["side"] == "logits"
+
+
+def unembed(head, hidden, vocab, rows):
+    """float32 logits (points * rows, vocab) of the stream (points * rows, width) before the head.
+
+    Whatever a server's sandbox reads crosses a socket, the model's output several times over and
+    large tensors slower by the byte than small ones; the output of a module that is called crosses
+    once. So the head is called, on as many whole points as make up at most HEAD_BYTES.
+    """
+    size = max(1, HEAD_BYTES // (4 * vocab))
+    size = size // rows * rows or size
+    return torch.cat([head(part).detach().float() for part in hidden.split(size)])
 
 
 def lengthen(module, stream):
-    """Points that skip every layer join behind the last one."""
+    """Let points join behind a layer, whose output is less to read than the next one's inputs."""
     old = module.output
     new = torch.cat([tensor_of(old), stream])
     module.output = new if isinstance(old, torch.Tensor) else (new, *old[1:])
@@ -432,12 +454,12 @@ def spread(cache, copies, start):
     return past
 
 
-def pick(logits, at, width):
-    """float32 logits (rows, vocab) at each row's own token, of logits that may be the last few."""
-    if logits.shape[1] == 1:
-        return logits[:, 0].float()
+def pick(values, at, width):
+    """Values (rows, width) at each row's own token, of values that may be of the last tokens."""
+    if values.shape[1] == 1:
+        return values[:, 0]
     rows = torch.arange(len(at))
-    return logits[rows, torch.tensor(at) - (width - logits.shape[1])].float()
+    return values[rows, torch.tensor(at) - (width - values.shape[1])]
 
 
 # --- asking a server what it is ---------------------------------------------------------------

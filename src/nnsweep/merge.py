@@ -14,7 +14,7 @@ import pyarrow as pa
 from nnsweep import prompts as prompt_rows
 from nnsweep.controls import judge
 from nnsweep.errors import CheckFailed, NnsweepError
-from nnsweep.provenance import run_record
+from nnsweep.provenance import remote_cost, run_record
 from nnsweep.sweep import Sweep, axis_kinds
 from nnsweep.tables import (
     SESSIONS,
@@ -47,12 +47,16 @@ def merge_chunks(sweep: Sweep, results: Path, engine: str, output: Path) -> None
     names = list(sweep.measures)
     parts = read_parts(output / "chunks", list(plan["chunks"]), names)
     values = assemble(sweep, results, parts)
-    facts = {name: read_json(output / "chunks" / f"{name}.json") for name in plan["chunks"]}
+    everything = [*plan["chunks"], *filter(None, [plan["controls"]])]
+    facts = {name: read_json(output / "chunks" / f"{name}.json") for name in everything}
     verdict = _judge_controls(sweep, plan, output)
-    write_table(output / "sessions.parquet", sessions_table(facts), SESSIONS)
-    write_json(
-        output / "run.json", run_record(sweep, results, engine, plan, facts, values, verdict)
-    )
+    sessions = sessions_table(facts)
+    write_table(output / "sessions.parquet", sessions, SESSIONS)
+    own = {name: facts[name] for name in plan["chunks"]}
+    record = run_record(sweep, results, engine, plan, own, values, verdict)
+    if engine == "ndif":
+        record["remote"] = remote_cost(results, plan, sessions.to_pylist(), values)
+    write_json(output / "run.json", record)
     for name, control in verdict.items():
         logger.info("control %s: %s", name, control)
     failed = [name for name, control in verdict.items() if control["holds"] is False]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nnsweep.errors import UserError
-from nnsweep.sites import JOINS, PROJECTIONS, site_table
+from nnsweep.sites import JOINS, PLAIN_HEADS, PROJECTIONS, site_table
 from nnsweep.tables import digest, file_digest, read_json, write_json
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def describe(folder: Path, attention: str) -> dict[str, Any]:
 
     Returns:
         family, layers, heads, kv_heads, head_dim, hidden, vocab, context, parameters; whether
-        forward takes logits_to_keep and position_ids; joins (see `nnsweep.sites.JOINS`), window,
+        forward takes logits_to_keep and position_ids; joins and head (see `nnsweep.sites`), window,
         layer_path, sites and refused (see `nnsweep.sites.site_table`).
     """
     import inspect
@@ -210,6 +210,7 @@ def describe(folder: Path, attention: str) -> dict[str, Any]:
         "position_ids": "position_ids" in accepted,
         "window": _window(config),
         "joins": config.model_type in JOINS,
+        "head": _head(module, config.model_type),
         "layer_path": _paths(shell)["layer"],
         "sites": sites,
         "refused": refused,
@@ -230,6 +231,12 @@ def _shell(folder: Path, attention: str) -> Any:
         raise UserError(
             f"model.attention: this family has no {attention} attention. Set attention: eager."
         ) from None
+
+
+def _head(module: Any, family: str) -> str | None:
+    """Path of the output embedding, where its output is the logits; else None."""
+    names = {id(child): name for name, child in module.named_modules()}
+    return names.get(id(module.get_output_embeddings())) if family in PLAIN_HEADS else None
 
 
 def _window(config: Any) -> int | None:

@@ -67,7 +67,9 @@ def _counts(values: Mapping[str, int]) -> str:
 def _remote(cost: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if cost is None:
         return []
-    requests = f"{cost['requests']} (one trace a point: {cost['requests_naive']})"
+    requests = (
+        f"{cost['requests']} and a trial session (one trace a point: {cost['requests_naive']})"
+    )
     home, naive = cost["result_bytes"] / 1e3, cost["result_bytes_naive"] / 1e6
     brought = f"{home:.1f} kB (a loop that brings logits home: {naive:.0f} MB)"
     sent = f"{cost['payload_bytes'] / 1e3:.1f} kB"

@@ -1,6 +1,6 @@
 """run.json: what a table's numbers came from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def run_record(
         "controls": dict(controls),
         "forward_passes": sum(fact["passes"] for fact in facts.values()),
         "forward_passes_naive": plan["forward_passes_naive"],
-        "remote": remote_cost(results, plan, facts) if engine == "ndif" else None,
+        "remote": None,
         "peak_memory_bytes": max(fact["peak_memory_bytes"] for fact in facts.values()),
         "seconds": {
             name: round(sum(fact[f"seconds_{name}"] for fact in facts.values()), 3)
@@ -60,15 +60,14 @@ def run_record(
     }
 
 
-def remote_cost(results: Path, plan: Plain, facts: Mapping[str, Plain]) -> Plain:
-    """Requests and bytes of a remote run, and of a naive one.
+def remote_cost(results: Path, plan: Plain, sessions: Sequence[Plain], values: pa.Table) -> Plain:
+    """Requests and bytes of a remote run, null controls included, and of a naive one.
 
     The naive loop sends one trace a point and brings the float32 next-token logits of its rows
-    home; what it sends is not counted.
+    home; what it sends is not counted. The trial session before a run is not in `requests`.
     """
-    sessions = [record for fact in facts.values() for record in fact["sessions"]]
     vocab = read_json(results / "model.json")["shape"]["vocab"]
-    rows = sum(record["rows"] for record in sessions)
+    rows = sum(status != "excluded" for status in values["status"].to_pylist())
     return {
         "requests": sum(record["attempts"] for record in sessions),
         "sessions": len(sessions),

@@ -36,7 +36,8 @@ def _head(record: dict[str, Any]) -> Iterator[str]:
     if record["remote"]:
         cost = record["remote"]
         yield (
-            f"  {cost['requests']} requests (one trace a point: {cost['requests_naive']}), "
+            f"  {cost['requests']} requests and a trial session (one trace a point: "
+            f"{cost['requests_naive']}), "
             f"{cost['payload_bytes'] / 1e3:.1f} kB sent, {cost['result_bytes'] / 1e3:.1f} kB home"
         )
 

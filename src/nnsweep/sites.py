@@ -10,7 +10,7 @@ from typing import Any
 
 from nnsweep.errors import UserError
 
-SHAPE_VERSION = 1
+SHAPE_VERSION = 2
 """Raised whenever a shape says more or something else, so that models are described again."""
 
 ORDER = ("embed", "resid_pre", "z", "attn_out", "mlp_out", "resid_post", "logits")
@@ -56,6 +56,10 @@ JOINS = {
 """Families whose layers take any number of rows, whatever number the mask and the position ids
 have: points that skip different numbers of layers can share a pass. Bloom's layers do not, since
 its position biases are made for each row before the first layer."""
+
+
+PLAIN_HEADS = JOINS - {"gemma2"} | {"bloom"}
+"""Families whose logits are what the output embedding returns, with no softcap or scale behind."""
 
 
 def site_table(family: str, paths: Mapping[str, str | None], sizes: Mapping[str, int]) -> Any:
@@ -105,6 +109,9 @@ def tap(shape: Mapping[str, Any], site: str, layer: int | None, head: int | None
         reason = shape["refused"].get(site, "unknown site")
         allowed = ", ".join(shape["sites"])
         raise UserError(f"site {site}: {reason} in {shape['family']}. Sites here: {allowed}.")
+    if site == "resid_pre" and layer:
+        # The same stream; what goes into a layer can hold all keys and values besides.
+        return tap(shape, "resid_post", layer - 1, None) | {"order": [layer - 1, len(ORDER) - 1]}
     place = shape["sites"][site]
     low = 0 if head is None else head * place["width"]
     return {

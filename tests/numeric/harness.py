@@ -123,7 +123,7 @@ def run_chunks(engine: Any, chunks: Iterable[Any]) -> dict[tuple[str, str], dict
 
 def whole_logits(model: dict[str, Any]) -> dict[str, Any]:
     """The model with a vocabulary product of every token, as in a plain forward pass."""
-    return model | {"shape": model["shape"] | {"logits_to_keep": False}}
+    return model | {"shape": model["shape"] | {"logits_to_keep": False, "head": None}}
 
 
 def largest_difference(one: Values, other: Values, without: Sequence[str] = ()) -> float:

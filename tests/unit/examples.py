@@ -141,6 +141,7 @@ def model_of(layers: int = 4, heads: int = 4, **changes: Any) -> dict[str, Any]:
         "position_ids": True,
         "window": None,
         "joins": True,
+        "head": "lm_head",
         "layer_path": paths["layer"],
         "sites": sites,
         "refused": refused,

@@ -26,7 +26,15 @@ def test_heads_are_adjacent_slices_of_their_own_width(head):
     assert place["path"] == "layers.1.attn.o_proj"
 
 
-@pytest.mark.parametrize("site", ["resid_pre", "resid_post", "attn_out", "mlp_out"])
+def test_the_stream_into_a_layer_is_the_stream_out_of_the_one_before():
+    """The very same tensor; reading the inputs of a layer would read all keys and values too."""
+    into, out = tap(SHAPE, "resid_pre", 2, None), tap(SHAPE, "resid_post", 1, None)
+    assert into | {"order": None} == out | {"order": None}
+    assert out["order"] < into["order"] < tap(SHAPE, "z", 2, 0)["order"]
+    assert tap(SHAPE, "resid_pre", 0, None)["side"] == "input"
+
+
+@pytest.mark.parametrize("site", ["resid_post", "attn_out", "mlp_out"])
 def test_other_sites_have_the_whole_width(site):
     place = tap(SHAPE, site, 2, None)
     assert (place["low"], place["high"]) == (0, SHAPE["hidden"])
