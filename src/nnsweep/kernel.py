@@ -325,6 +325,22 @@ def apply(stream, edit, block, state, means, start, kept=None):
 
 def operated(old, edit, block, state, means, rows):
     """The new value of `old` (pairs, width) under one edit; sums are taken in float32."""
+    operand = edit["operand"]
+    kind = operand["kind"]
+    if kind == "clamp":
+        return old.clamp(operand.get("low"), operand.get("high"))
+    if kind == "noise":
+        return old.float() + operand["std"] * noise(operand["seeds"], rows, old).to(old.device)
+    new = source(old, edit, state, means)
+    if edit["op"] == "add":
+        return old.float() + operand["scale"] * new
+    if edit["op"] == "mix":
+        return (1 - operand["weight"]) * old.float() + operand["weight"] * new.float()
+    return new
+
+
+def source(old, edit, state, means):
+    """What an edit sets, adds or mixes in, shaped as `old` (pairs, width) or (width,)."""
     tap, operand = edit["tap"], edit["operand"]
     kind = operand["kind"]
     if kind in ("donor", "self"):
@@ -332,12 +348,7 @@ def operated(old, edit, block, state, means, rows):
         return run[capture_key(edit)][:, tap["low"] : tap["high"]]
     if kind == "number":
         return torch.full_like(old, operand["value"])
-    if kind == "noise":
-        return old.float() + operand["std"] * noise(operand["seeds"], rows, old).to(old.device)
-    vector = direction(operand, means).to(old.device)
-    if edit["op"] == "set":
-        return vector.expand_as(old)
-    return old.float() + operand["scale"] * vector
+    return direction(operand, means).to(old.device).expand_as(old)
 
 
 def direction(operand, means):

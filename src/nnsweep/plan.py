@@ -7,6 +7,7 @@ a padding token, hence no padding to go wrong.
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -204,13 +205,25 @@ class _Context:
         if write.get("noise"):
             noise = write["noise"]
             return "noise", {"kind": "noise", "std": float(noise["std"]), "seed": noise["seed"]}
-        value = write["set"]
+        if write.get("clamp"):
+            bounds = {name: float(value) for name, value in write["clamp"].items()}
+            if bounds.get("low", -math.inf) > bounds.get("high", math.inf):
+                raise UserError(f"writes: clamp {bounds}: low is above high. Swap them.")
+            return "clamp", {"kind": "clamp"} | bounds
+        if write.get("mix"):
+            mix = write["mix"]
+            return "mix", self._source(mix["source"], write, place) | {
+                "weight": float(mix["weight"])
+            }
+        return "set", self._source(write["set"], write, place)
+
+    def _source(self, value: Any, write: Plain, place: Plain) -> Plain:
         if value == "donor":
-            return "set", {"kind": "donor"}
+            return {"kind": "donor"}
         if isinstance(value, dict):
             reference = self._reference(value["mean"], place, write["position"])
-            return "set", {"kind": "mean", "plus": reference}
-        return "set", {"kind": "number", "value": float(value)}
+            return {"kind": "mean", "plus": reference}
+        return {"kind": "number", "value": float(value)}
 
     def _vector(self, write: Plain, place: Plain) -> Plain:
         vector = write["add"]["vector"]
@@ -721,7 +734,7 @@ def _cannot_move(edit: Plain, row: PromptRow, measured_at: str, layers: int) -> 
     its own token is computed any more.
     """
     operand, measured = edit["operand"], _last(row, measured_at, donor=False)
-    if operand.get("scale") == 0 or operand.get("std") == 0:
+    if 0 in (operand.get("scale"), operand.get("std"), operand.get("weight")):
         return True
     all_tokens = edit["position"] == "@all"
     base = list(range(len(row.ids))) if all_tokens else row.positions[edit["position"]].base

@@ -151,8 +151,31 @@ class Noise(Strict):
     seed: Index = Field(0, description="seed, or `$axis`")
 
 
+class Mix(Strict):
+    """Move the activation part of the way to another: (1 - weight) x old + weight x source."""
+
+    source: Literal["donor"] | Mean = Field(description="`donor` or {mean: text}")
+    weight: Number = Field(description="0 leaves it, 1 replaces it; or `$axis`")
+
+
+class Clamp(Strict):
+    """Keep every component of the activation between two numbers."""
+
+    low: Number | None = Field(None, description="smallest value, or `$axis`")
+    high: Number | None = Field(None, description="largest value, or `$axis`")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> "Clamp":
+        if self.low is None and self.high is None:
+            raise ValueError("give low, high or both")
+        return self
+
+
+OPERATIONS = ("set", "add", "noise", "mix", "clamp")
+
+
 class Write(Strict):
-    """One change of one activation. Exactly one of `set`, `add`, `noise`."""
+    """One change of one activation. Exactly one of `set`, `add`, `noise`, `mix`, `clamp`."""
 
     site: Literal["embed", "resid_pre", "resid_post", "attn_out", "mlp_out", "z", "logits"]
     layer: Index | None = Field(None, description="layer, from 0, or `$axis`")
@@ -163,12 +186,15 @@ class Write(Strict):
     )
     add: Add | None = Field(None, description="vector and scale")
     noise: Noise | None = Field(None, description="standard deviation and seed")
+    mix: Mix | None = Field(None, description="what to move towards, and how far")
+    clamp: Clamp | None = Field(None, description="bounds of every component")
 
     @model_validator(mode="after")
     def _consistent(self) -> "Write":
-        given = [name for name in ("set", "add", "noise") if getattr(self, name) is not None]
+        given = [name for name in OPERATIONS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of set, add, noise (given: {given or 'none'})")
+            allowed = ", ".join(OPERATIONS)
+            raise ValueError(f"give exactly one of {allowed} (given: {given or 'none'})")
         if (self.layer is None) != (self.site in LAYERLESS):
             need = "no layer" if self.site in LAYERLESS else "a layer"
             raise ValueError(f"site {self.site} takes {need}")
@@ -265,7 +291,8 @@ def uses_donor(sweep: Sweep) -> bool:
 
 
 def _donor_write(write: Write) -> bool:
-    if write.set == "donor" or (isinstance(write.set, Mean) and write.set.mean == "donor"):
+    source = write.mix.source if write.mix else write.set
+    if source == "donor" or (isinstance(source, Mean) and source.mean == "donor"):
         return True
     vector = write.add.vector if write.add else None
     return isinstance(vector, MeanDifference) and "donor" in (vector.mean, vector.minus)
@@ -291,6 +318,8 @@ def _leaves(write: Write) -> list[tuple[str, Any]]:
     numbers = [write.set if not isinstance(write.set, Mean) else None]
     numbers += [write.add.scale] if write.add else []
     numbers += [write.noise.std] if write.noise else []
+    numbers += [write.mix.weight] if write.mix else []
+    numbers += [write.clamp.low, write.clamp.high] if write.clamp else []
     seed = [("index", write.noise.seed)] if write.noise else []
     plain = [("layer", write.layer), ("head", write.head), ("position", write.position)]
     return plain + [("number", value) for value in numbers] + seed

@@ -87,6 +87,14 @@ def exact_sweeps() -> dict[str, Sweep]:
         "noise z": layered("z", [1], ["subject"], noise={"std": 3.0, "seed": 1}),
         "corrupt and restore": sweep_of(axes={"layer": "all"}, writes=[NOISE, patched]),
         "several": sweep_of(axes={"layer": [1, 2]}, writes=_several()),
+        "mix": sweep_of(
+            axes={"layer": [0, 2], "weight": [-1, 0.25, 1]},
+            writes=[patched | {"set": None, "mix": {"source": "donor", "weight": "$weight"}}],
+        ),
+        "clamp": sweep_of(
+            axes={"layer": [0, 2], "bound": [0.0, 0.25]},
+            writes=[patched | {"set": None, "position": "subject", "clamp": {"high": "$bound"}}],
+        ),
         "twice": sweep_of(axes={"layer": [0, 3]}, writes=_twice()),
         "measured early": sweep_of(
             axes={"layer": [0, 2], "position": ["second", *PLACES]},
@@ -103,6 +111,7 @@ def mean_sweeps(vector: str) -> dict[str, Sweep]:
     """Sweeps over means and vectors; engines may add up a mean in another order."""
     return {
         "mean": layered("resid_post", [0, 2], set={"mean": "text"}),
+        "mix mean": layered("resid_post", [0, 2], mix={"source": {"mean": "text"}, "weight": 0.5}),
         "mean z": layered("z", [1], ["subject"], set={"mean": "donor"}),
         "mean difference": _scaled("resid_pre", DIFFERENCE, "last"),
         "vector": _scaled("mlp_out", {"file": vector}, "subject"),

@@ -25,7 +25,7 @@ from nnsweep.plan import keys_of
 from tiny import FAMILIES, LAYERS
 
 TOLERANCE = 1e-4
-MEANS = ("mean", "mean z", "mean difference", "vector")
+MEANS = ("mean", "mix mean", "mean z", "mean difference", "vector")
 UNMOVED = ("behaviour",)
 
 

@@ -247,6 +247,7 @@ def test_measuring_before_the_write_moves_nothing(tmp_path):
 
 # --- points that cannot differ ----------------------------------------------------------------
 
+STREAM = {"site": "resid_post", "layer": 1, "position": "last"}
 LAST = {"axes": {}, "on_bad_row": "exclude"}
 
 
@@ -262,6 +263,9 @@ LAST = {"axes": {}, "on_bad_row": "exclude"}
         ({"site": "attn_out", "layer": 2, "position": "second", "set": 0.0}, False),
         ({"site": "embed", "position": "last", "noise": {"std": 0.0, "seed": 1}}, True),
         ({"site": "embed", "position": "last", "noise": {"std": 0.1, "seed": 1}}, False),
+        (STREAM | {"mix": {"source": "donor", "weight": 0}}, True),
+        (STREAM | {"mix": {"source": {"mean": "text"}, "weight": 0.5}}, False),
+        (STREAM | {"clamp": {"low": 0}}, False),
         # The first tokens of prompt and donor are the same, the subjects are not.
         ({"site": "resid_post", "layer": 1, "position": "second", "set": "donor"}, True),
         ({"site": "resid_post", "layer": 1, "position": "subject", "set": "donor"}, False),
@@ -274,8 +278,15 @@ def test_a_point_that_cannot_differ_is_known(tmp_path, write, inert):
     assert [item["inert"] for item in passes_of(plan)] == [inert]
     assert inert_rows(plan.chunks) == ({plan.points[0].point_key: 1} if inert else {})
     (block,) = plan.chunks[0]["blocks"]
-    assert forward_passes(plan.chunks) == clean_runs(block) + (not inert)
+    means = sum(len(batches) for batches in plan.chunks[0]["references"].values())
+    assert forward_passes(plan.chunks) == clean_runs(block) + means + (not inert)
     assert not any(item["inert"] for item in passes_of(plan_of(sweep, rows, recompute="exact")))
+
+
+def test_a_clamp_with_its_bounds_swapped_is_refused(tmp_path):
+    sweep = sweep_of(**LAST, writes=[STREAM | {"clamp": {"low": 1, "high": 0}}])
+    with pytest.raises(UserError, match="low is above high"):
+        plan_of(sweep, rows_of(sweep, tmp_path))
 
 
 def test_one_write_that_can_move_something_is_enough(tmp_path):

@@ -115,6 +115,15 @@ class ReferenceEngine:
         """A function (old value, row, k-th token of the position) -> new value."""
         operand, places = edit["operand"], block["positions"][edit["position"]]
         kind = operand["kind"]
+        if edit["op"] == "clamp":
+            low, high = operand.get("low", -torch.inf), operand.get("high", torch.inf)
+            return lambda old, row, k: old.clip(low, high)
+        if edit["op"] == "mix":
+            whole = self._operand(chunk, block, {**edit, "op": "set"})
+            weight = operand["weight"]
+            return lambda old, row, k: (
+                (1 - weight) * old.float() + weight * whole(old, row, k).float()
+            ).to(old.dtype)
         if kind in ("donor", "self"):
             side = "donor" if kind == "donor" else "base"
             ids = block["donor_ids"] if kind == "donor" else block["ids"]
