@@ -28,6 +28,7 @@ from nnsweep.plan import (
     pass_ids,
     pass_records,
 )
+from nnsweep.sites import limits_of
 from nnsweep.sweep import Sweep, axis_kinds, expand
 from nnsweep.tables import (
     digest,
@@ -59,8 +60,8 @@ def size_line(sweep: Sweep, model: Path) -> str:
     """One line before anything runs: how many points, as far as that can be known."""
     described: Plain = read_json(model) if model.exists() else {"id": None}
     if described["id"] == sweep.model.id:
-        shape = described["shape"]
-        return f"{sweep.name}: {len(expand(sweep, shape['layers'], shape['heads']))} points"
+        points = expand(sweep, limits_of(described["shape"]))
+        return f"{sweep.name}: {len(points)} points"
     axes = " x ".join(f"{name} ({_count(axis)})" for name, axis in sweep.axes.items()) or "no axes"
     return f"{sweep.name}: {axes}; points are counted once the model is prepared"
 

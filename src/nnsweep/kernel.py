@@ -8,6 +8,9 @@ it a value of an earlier turn of a loop. Every name a chunk needs comes in as an
 
 import torch
 
+LAST = 99
+"""Behind every site of a layer (see `nnsweep.sites.ORDER`)."""
+
 HEAD_BYTES = 16_000_000
 """Most bytes of logits that one call of the head returns."""
 
@@ -97,7 +100,7 @@ def clean_run(model, shape, ids, at, captures, starts, caching, shared=0):
     reads = {(read["tap"]["path"], read["tap"]["side"], read["key"][2]): read for read in captures}
     ordered = sorted(reads.values(), key=lambda read: read["tap"]["order"])
     steps = [(read["tap"]["order"], "capture", read) for read in ordered]
-    steps += [([resume - 1, 5], "resid", resume) for resume in starts if resume]
+    steps += [([resume - 1, LAST], "resid", resume) for resume in starts if resume]
     steps.sort(key=lambda step: step[0])
     found = {"resid": {}}
     kept = at + [
@@ -228,7 +231,7 @@ def stream_at(block, resumes, resume, early, state, means, start):
 
 def ordered_steps(shape, first, streams, late):
     """What a pass does after its skipped layers, in order: points that join, edits by place."""
-    steps = [([resume - 1, 7], "join", resume) for resume in streams if resume > first]
+    steps = [([resume - 1, LAST], "join", resume) for resume in streams if resume > first]
     groups = {}
     for edit in late:
         groups.setdefault((edit["tap"]["path"], edit["tap"]["side"]), []).append(edit)

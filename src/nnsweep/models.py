@@ -281,6 +281,10 @@ def _paths(shell: Any) -> dict[str, str | None]:
         "attn": attention,
         "mlp": inside("mlp"),
         "projection": f"{attention}.{ending}" if ending else None,
+        **{
+            site: f"{attention}.{site}_proj" if f"{site}_proj" in names_below else None
+            for site in ("q", "k", "v")
+        },
     }
 
 

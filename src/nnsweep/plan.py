@@ -16,7 +16,7 @@ from typing import Any
 from nnsweep import SEMANTICS
 from nnsweep.errors import UserError
 from nnsweep.prompts import PromptRow
-from nnsweep.sites import ORDER, resumes_at, tap
+from nnsweep.sites import ORDER, limits_of, resumes_at, tap
 from nnsweep.sweep import Sweep, expand, position_spec, uses_donor
 from nnsweep.tables import digest
 
@@ -90,7 +90,7 @@ def make_plan(
     Raises:
         UserError: a site, layer or head that the model does not have.
     """
-    cells = expand(sweep, *_limits(model))
+    cells = expand(sweep, limits_of(model["shape"]))
     touched = {write["position"] for _, writes in cells for write in writes} | {sweep.measure_at}
     context = _Context(sweep, model, rows, settings, load_vector, touched)
     points = [context.point(cell, writes) for cell, writes in cells]
@@ -106,10 +106,6 @@ def identity(model: Plain) -> Plain:
     """What of a model decides a value; a folder is known by its contents, not by its path."""
     named = {"id": model["id"]} if model["kind"] == "hub" else {}
     return named | {key: model[key] for key in ("revision", "dtype", "attention")}
-
-
-def _limits(model: Plain) -> tuple[int, int]:
-    return model["shape"]["layers"], model["shape"]["heads"]
 
 
 def _rowsets(points: Iterable[Point]) -> list[tuple[int, ...]]:

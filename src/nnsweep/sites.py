@@ -10,15 +10,20 @@ from typing import Any
 
 from nnsweep.errors import UserError
 
-SHAPE_VERSION = 2
+SHAPE_VERSION = 3
 """Raised whenever a shape says more or something else, so that models are described again."""
 
-ORDER = ("embed", "resid_pre", "z", "attn_out", "mlp_out", "resid_post", "logits")
+ORDER = (
+    *("embed", "resid_pre", "q", "k", "v", "z", "attn_out", "mlp_out", "resid_post", "logits"),
+)
 """Order in which one forward pass reaches the sites of a layer."""
 
 DEFINITIONS = {
     "embed": "output of the token embedding module (before any position embedding)",
     "resid_pre": "residual stream entering a layer",
+    "q": "output of the query projection, split by query head (before norm and rotary embedding)",
+    "k": "output of the key projection, split by key-value head (before norm and rotary embedding)",
+    "v": "output of the value projection, split by key-value head",
     "z": "input of the attention output projection, split by query head",
     "attn_out": "what attention adds to the residual stream (after a post-norm, if there is one)",
     "mlp_out": "what the MLP adds to the residual stream (after a post-norm, if there is one)",
@@ -67,19 +72,20 @@ def site_table(family: str, paths: Mapping[str, str | None], sizes: Mapping[str,
 
     Args:
         family: The config's model_type.
-        paths: Module paths with `{layer}`: embed, layer, attn, mlp, projection (or None).
+        paths: Module paths with `{layer}`: embed, layer, attn, mlp, projection, q, k, v (or None).
         sizes: hidden, vocab, heads and head_dim.
 
     Returns:
         (sites, refused): site -> {path, side, width}, and site -> reason for the others.
     """
-    layer, hidden = paths["layer"], sizes["hidden"]
+    layer, hidden, wide = paths["layer"], sizes["hidden"], sizes["head_dim"]
     attention = f"{layer}.{ATTENTION_ADDS[family]}" if family in ATTENTION_ADDS else paths["attn"]
     mlp = f"{layer}.{MLP_ADDS[family]}" if family in MLP_ADDS else paths["mlp"]
     found = {
         "embed": (paths["embed"], "output", hidden),
         "resid_pre": (layer, "input", hidden),
-        "z": (paths["projection"], "input", sizes["head_dim"]),
+        **{site: (paths[site], "output", wide) for site in ("q", "k", "v")},
+        "z": (paths["projection"], "input", wide),
         "attn_out": (attention, "output", hidden),
         "mlp_out": (mlp, "output", hidden),
         "resid_post": (layer, "output", hidden),
@@ -90,9 +96,16 @@ def site_table(family: str, paths: Mapping[str, str | None], sizes: Mapping[str,
         for site, (path, side, width) in found.items()
         if path is not None
     }
+    fused = "no projection makes it alone"
     reasons = {"z": "no attention output projection was found", "mlp_out": "no MLP was found"}
+    reasons |= {"q": fused, "k": fused, "v": fused}
     refused = {site: reasons.get(site, "no such module") for site in found if site not in sites}
     return sites, refused
+
+
+def limits_of(shape: Mapping[str, Any]) -> dict[str, int]:
+    """How many layers, query heads and key-value heads a model has."""
+    return {"layer": shape["layers"], "head": shape["heads"], "kv_head": shape["kv_heads"]}
 
 
 def tap(shape: Mapping[str, Any], site: str, layer: int | None, head: int | None) -> dict[str, Any]:

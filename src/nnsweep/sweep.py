@@ -17,7 +17,11 @@ from nnsweep.errors import UserError
 from nnsweep.tables import digest
 
 NAME = r"^[a-z0-9][a-z0-9_]{0,63}$"
-SITES = ("embed", "resid_pre", "resid_post", "attn_out", "mlp_out", "z", "logits")
+SITES = (
+    *("embed", "resid_pre", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "logits"),
+)
+HEADED = {"q": "head", "k": "kv_head", "v": "kv_head", "z": "head"}
+"""Sites with heads, and whose: under grouped-query attention keys and values have fewer."""
 LAYERLESS = ("embed", "logits")
 MEASURES: dict[str, tuple[str, ...]] = {
     "match": ("answer",),
@@ -177,9 +181,13 @@ OPERATIONS = ("set", "add", "noise", "mix", "clamp")
 class Write(Strict):
     """One change of one activation. Exactly one of `set`, `add`, `noise`, `mix`, `clamp`."""
 
-    site: Literal["embed", "resid_pre", "resid_post", "attn_out", "mlp_out", "z", "logits"]
+    site: Literal[
+        "embed", "resid_pre", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "logits"
+    ]
     layer: Index | None = Field(None, description="layer, from 0, or `$axis`")
-    head: Index | None = Field(None, description="query head, from 0 (site z), or `$axis`")
+    head: Index | None = Field(
+        None, description="head, from 0 (q and z: query head; k and v: key-value head), or `$axis`"
+    )
     position: str = Field(description="name of a position, or `$axis`")
     set: Literal["donor"] | Mean | Number | None = Field(
         None, description="`donor`, a number, {mean: text} or `$axis`"
@@ -198,8 +206,8 @@ class Write(Strict):
         if (self.layer is None) != (self.site in LAYERLESS):
             need = "no layer" if self.site in LAYERLESS else "a layer"
             raise ValueError(f"site {self.site} takes {need}")
-        if (self.head is None) != (self.site != "z"):
-            raise ValueError(f"site {self.site} takes {'a' if self.site == 'z' else 'no'} head")
+        if (self.head is None) == (self.site in HEADED):
+            raise ValueError(f"site {self.site} takes {'a' if self.site in HEADED else 'no'} head")
         return self
 
 
@@ -305,7 +313,7 @@ def vector_files(sweep: Sweep) -> list[str]:
 
 
 def references(sweep: Sweep) -> dict[str, set[str]]:
-    """Axis name -> the fields (`layer`, `head`, `position`, `number`) that refer to it."""
+    """Axis name -> the fields (`layer`, `kv_head`, `number`, ...) that refer to it."""
     found: dict[str, set[str]] = {}
     for write in sweep.writes:
         for field, value in _leaves(write):
@@ -321,7 +329,8 @@ def _leaves(write: Write) -> list[tuple[str, Any]]:
     numbers += [write.mix.weight] if write.mix else []
     numbers += [write.clamp.low, write.clamp.high] if write.clamp else []
     seed = [("index", write.noise.seed)] if write.noise else []
-    plain = [("layer", write.layer), ("head", write.head), ("position", write.position)]
+    head = (HEADED.get(write.site, "head"), write.head)
+    plain: list[tuple[str, Any]] = [("layer", write.layer), head, ("position", write.position)]
     return plain + [("number", value) for value in numbers] + seed
 
 
@@ -393,12 +402,16 @@ def _bad_axes(sweep: Sweep) -> list[str]:
         problems.append("zip: an axis stands in two groups")
     for name, fields in references(sweep).items():
         axis = sweep.axes.get(name)
-        if axis == "all" and not fields & {"layer", "head"}:
+        if axis == "all" and not fields & {"layer", "head", "kv_head"}:
             problems.append(f"axes.{name}: 'all' is for layers and heads. List the values")
         if "position" in fields and isinstance(axis, list):
             known = {**sweep.positions, **BUILT_IN_POSITIONS}
             problems += [_no_position(sweep, str(x)) for x in axis if x not in known]
     return problems
+
+
+INDICES = {"layer", "head", "kv_head", "index"}
+"""Fields that take whole numbers from 0."""
 
 
 def axis_kinds(sweep: Sweep) -> dict[str, str]:
@@ -408,17 +421,16 @@ def axis_kinds(sweep: Sweep) -> dict[str, str]:
         if "position" in fields:
             kinds[name] = "string"
         else:
-            kinds[name] = "index" if fields <= {"layer", "head", "index"} else "number"
+            kinds[name] = "index" if fields <= INDICES else "number"
     return {name: kinds[name] for name in sweep.axes}
 
 
-def axis_values(sweep: Sweep, layers: int, heads: int) -> dict[str, list[Any]]:
+def axis_values(sweep: Sweep, limits: dict[str, int]) -> dict[str, list[Any]]:
     """Every axis as a list; `all` becomes the model's layers or heads.
 
     Raises:
         UserError: an empty axis, a value twice, or one of the wrong type or out of range.
     """
-    limits = {"layer": layers, "head": heads}
     kinds = axis_kinds(sweep)
     return {
         name: _checked_axis(name, axis, kinds[name], references(sweep)[name], limits)
@@ -430,6 +442,9 @@ def _checked_axis(
     name: str, axis: Any, kind: str, fields: set[str], limits: dict[str, int]
 ) -> list[Any]:
     bounds = [limits[field] for field in fields if field in limits]
+    if axis == "all" and len(set(bounds)) > 1:
+        sizes = {field: limits[field] for field in sorted(fields & limits.keys())}
+        raise UserError(f"axes.{name}: 'all' is not one number here: {sizes}. List the values.")
     if axis == "all":
         values: list[Any] = list(range(min(bounds)))
     else:
@@ -441,7 +456,7 @@ def _checked_axis(
         if isinstance(value, bool) or not isinstance(value, wanted):  # type: ignore[arg-type]
             raise UserError(f"axes.{name}: {value!r} is not a {kind}. Give {kind} values.")
         if bounds and not 0 <= value < min(bounds):
-            what = " and ".join(sorted(fields & limits.keys()))
+            what = " and ".join(sorted(fields & limits.keys())).replace("kv_", "key-value ")
             raise UserError(f"axes.{name}: {what} {value} is outside 0..{min(bounds) - 1}.")
     if len(set(values)) != len(values):
         twice = next(value for value in values if values.count(value) > 1)
@@ -500,19 +515,23 @@ def resolve_writes(sweep: Sweep, cell: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def expand(
-    sweep: Sweep, layers: int, heads: int
+    sweep: Sweep, limits: dict[str, int]
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """All points in order: (axis values, resolved writes).
+
+    Args:
+        sweep: The sweep.
+        limits: How many of `layer`, `head` and `kv_head` the model has.
 
     Raises:
         UserError: an index out of range, or two points that are the same experiment.
     """
-    values = axis_values(sweep, layers, heads)
+    values = axis_values(sweep, limits)
     points = [(cell, resolve_writes(sweep, cell)) for cell in grid(sweep, values)]
     seen: dict[str, dict[str, Any]] = {}
     for cell, writes in points:
         for write in writes:
-            _in_range(write, layers, heads)
+            _in_range(write, limits)
         meaning = [w | {"position": position_spec(sweep, w["position"])} for w in writes]
         twin = seen.setdefault(digest(meaning), cell)
         if twin is not cell:
@@ -520,7 +539,9 @@ def expand(
     return points
 
 
-def _in_range(write: dict[str, Any], layers: int, heads: int) -> None:
-    for field, limit in (("layer", layers), ("head", heads)):
-        if write.get(field) is not None and not 0 <= write[field] < limit:
-            raise UserError(f"writes: {field} {write[field]} is outside 0..{limit - 1}.")
+def _in_range(write: dict[str, Any], limits: dict[str, int]) -> None:
+    for field, kind in (("layer", "layer"), ("head", HEADED.get(write["site"], "head"))):
+        value, limit = write.get(field), limits[kind]
+        if value is not None and not 0 <= value < limit:
+            what = kind.replace("kv_", "key-value ")
+            raise UserError(f"writes: {what} {value} is outside 0..{limit - 1}.")

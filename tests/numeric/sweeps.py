@@ -7,7 +7,7 @@ import torch
 from harness import sweep_of
 from safetensors.torch import save_file
 
-from nnsweep.sweep import Sweep
+from nnsweep.sweep import HEADED, Sweep
 
 PLACES = ["subject", "last"]
 LAYERED = ("resid_pre", "resid_post", "attn_out", "mlp_out")
@@ -16,8 +16,8 @@ LAYERED = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 def layered(site: str, layers: Any = "all", places: Any = PLACES, **write: Any) -> Sweep:
     """One write at a site of some layers, at the subject and at the last token."""
     axes: dict[str, Any] = {"layer": layers, "position": places}
-    if site == "z":
-        axes["head"] = [0, 3]
+    if site in HEADED:
+        axes["head"] = [0, 3] if site in "qz" else [0, 1]
         write["head"] = "$head"
     place = {"site": site, "layer": "$layer", "position": "$position"}
     return sweep_of(axes=axes, writes=[place | write])
@@ -104,6 +104,16 @@ def exact_sweeps() -> dict[str, Sweep]:
         "patch logits": sweep_of(writes=[{"site": "logits", "position": "last", "set": "donor"}]),
         "set logits": sweep_of(axes={"position": [*PLACES, "all"]}, writes=[logits]),
         "behaviour": sweep_of(writes=[]),
+    }
+
+
+def projection_sweeps() -> dict[str, Sweep]:
+    """Sweeps over queries, keys and values, for families that make them apart."""
+    return {
+        "patch q": layered("q", [0, 2], ["subject", "last"], set="donor"),
+        "patch k": layered("k", [0, 2], ["subject", "last"], set="donor"),
+        "patch v": layered("v", "all", ["subject"], set="donor"),
+        "zero v": layered("v", [1], ["all"], set=0.0),
     }
 
 

@@ -16,7 +16,7 @@ from harness import (
     sweep_of,
     whole_logits,
 )
-from sweeps import exact_sweeps, layered, mean_sweeps, write_vector
+from sweeps import exact_sweeps, layered, mean_sweeps, projection_sweeps, write_vector
 
 from nnsweep import jobs
 from nnsweep.controls import judge
@@ -26,6 +26,7 @@ from tiny import FAMILIES, LAYERS
 
 TOLERANCE = 1e-4
 MEANS = ("mean", "mix mean", "mean z", "mean difference", "vector")
+FUSED = ("gpt2", "gpt_neox", "bloom", "falcon")
 UNMOVED = ("behaviour",)
 
 
@@ -70,6 +71,18 @@ def near(name, allowed):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_local_is_the_reference(prepared, family, name):
     compare(prepared, name, exact_sweeps()[name], family)
+
+
+@pytest.mark.parametrize("name", projection_sweeps())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_local_is_the_reference_for_queries_keys_and_values(prepared, family, name):
+    sweep = projection_sweeps()[name]
+    if family in FUSED:
+        model, *_, rows = prepared(family, sweep)
+        with pytest.raises(UserError, match="no projection makes it alone"):
+            plan_of(sweep, model, rows)
+    else:
+        compare(prepared, name, sweep, family)
 
 
 @pytest.mark.parametrize("name", MEANS)

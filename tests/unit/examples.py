@@ -129,6 +129,7 @@ def model_of(layers: int = 4, heads: int = 4, **changes: Any) -> dict[str, Any]:
         "attn": "model.layers.{layer}.self_attn",
         "mlp": "model.layers.{layer}.mlp",
         "projection": "model.layers.{layer}.self_attn.o_proj",
+        **{site: f"model.layers.{{layer}}.self_attn.{site}_proj" for site in ("q", "k", "v")},
     }
     sizes = {"heads": heads, "kv_heads": heads, "head_dim": 8, "hidden": 8 * heads, "vocab": 100}
     sites, refused = site_table("llama", paths, sizes)

@@ -51,7 +51,7 @@ def tables_of(sweep, folder, rows=4, value=value_of):
     records = [
         {"point_id": f"p{i}", **cell, "row_id": f"row{row}", "status": "ok", "reason": None}
         | {measure: value(cell, measure, row) for measure in sweep.measures}
-        for i, cell in enumerate(grid(sweep, axis_values(sweep, 12, 6)))
+        for i, cell in enumerate(grid(sweep, axis_values(sweep, {"layer": 12, "head": 6})))
         for row in range(rows)
     ]
     values, summary = folder / "values.parquet", folder / "summary.parquet"

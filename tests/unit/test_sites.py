@@ -13,6 +13,7 @@ PATHS = {
     "attn": "layers.{layer}.attn",
     "mlp": "layers.{layer}.mlp",
     "projection": "layers.{layer}.attn.o_proj",
+    **{site: f"layers.{{layer}}.attn.{site}_proj" for site in ("q", "k", "v")},
 }
 SIZES = {"hidden": 32, "vocab": 100, "heads": 4, "head_dim": 16}
 
@@ -48,7 +49,7 @@ def test_what_reaches_the_stream_of_a_post_norm_family_is_the_norms_output(famil
     assert sites["mlp_out"]["path"] == "layers.{layer}.post_feedforward_layernorm"
 
 
-@pytest.mark.parametrize(("missing", "site"), [("projection", "z"), ("mlp", "mlp_out")])
+@pytest.mark.parametrize(("missing", "site"), [("projection", "z"), ("mlp", "mlp_out"), ("k", "k")])
 def test_a_family_without_a_site_says_why(missing, site):
     sites, refused = site_table("any", PATHS | {missing: None}, SIZES)
     assert site not in sites

@@ -27,6 +27,7 @@ from nnsweep.sweep import (
 )
 
 LAYERS, HEADS = 12, 6
+LIMITS = {"layer": LAYERS, "head": HEADS, "kv_head": 2}
 HEAD = {"site": "z", "layer": "$layer", "head": "$head", "position": "$position", "set": "$value"}
 
 
@@ -42,7 +43,7 @@ def heads_of(**changes):
 
 
 def cells_of(sweep):
-    return [cell for cell, _ in expand(sweep, LAYERS, HEADS)]
+    return [cell for cell, _ in expand(sweep, LIMITS)]
 
 
 def refused(build, pattern):
@@ -165,7 +166,7 @@ def test_a_sweep_without_axes_has_one_point():
 
 
 def test_all_is_every_layer_or_head_of_the_model():
-    values = axis_values(heads_of(axes={"layer": "all", "head": "all"}), LAYERS, HEADS)
+    values = axis_values(heads_of(axes={"layer": "all", "head": "all"}), LIMITS)
     assert values == {"layer": list(range(LAYERS)), "head": list(range(HEADS))}
 
 
@@ -210,10 +211,24 @@ def test_an_index_that_is_no_axis_is_checked_too(field, value, pattern):
     refused(lambda: cells_of(sweep_of(axes={}, writes=[write])), pattern)
 
 
-def test_an_axis_shared_by_layers_and_heads_has_the_smaller_range():
+def test_all_of_an_axis_shared_by_different_numbers_is_refused():
     write = {"site": "z", "layer": "$both", "head": "$both", "position": "last", "set": 0.0}
     sweep = sweep_of(axes={"both": "all"}, writes=[write])
-    assert axis_values(sweep, LAYERS, HEADS) == {"both": list(range(HEADS))}
+    refused(lambda: axis_values(sweep, LIMITS), "'all' is not one number here")
+
+
+@pytest.mark.parametrize(("site", "heads"), [("q", HEADS), ("k", 2), ("v", 2), ("z", HEADS)])
+def test_every_site_has_its_own_heads(site, heads):
+    """Case C11: under grouped-query attention keys and values have fewer heads."""
+    write = {"site": site, "layer": 0, "head": "$head", "position": "last", "set": 0.0}
+    sweep = sweep_of(axes={"head": "all"}, writes=[write])
+    assert axis_values(sweep, LIMITS) == {"head": list(range(heads))}
+    for bad in (heads, -1):
+        what = "key-value head" if heads == 2 else "head"
+        message = f"{what} {heads} is outside 0..{heads - 1}" if bad > 0 else "head"
+        refused(lambda bad=bad: cells_of(sweep_of(axes={"head": [bad]}, writes=[write])), message)
+        alone = write | {"head": bad}
+        refused(lambda alone=alone: cells_of(sweep_of(axes={}, writes=[alone])), message)
 
 
 def test_an_unused_axis_is_refused():
@@ -312,7 +327,7 @@ def test_examples_of_ranges():
 
 def test_references_are_resolved_to_the_cells_values():
     axes = {"layer": [4], "head": [2], "position": ["subject"], "value": [0.5]}
-    (_, writes), *rest = expand(sweep_of(axes=axes, writes=[HEAD]), LAYERS, HEADS)
+    (_, writes), *rest = expand(sweep_of(axes=axes, writes=[HEAD]), LIMITS)
     assert writes == [{"site": "z", "layer": 4, "head": 2, "position": "subject", "set": 0.5}]
     assert not rest
 
@@ -320,7 +335,7 @@ def test_references_are_resolved_to_the_cells_values():
 def test_a_reference_inside_a_vector_is_resolved():
     add = {"vector": {"mean": "donor", "minus": "text"}, "scale": "$scale"}
     write = {"site": "resid_post", "layer": 1, "position": "last", "add": add}
-    points = expand(sweep_of(axes={"scale": [-1, 2]}, writes=[write]), LAYERS, HEADS)
+    points = expand(sweep_of(axes={"scale": [-1, 2]}, writes=[write]), LIMITS)
     assert [writes[0]["add"]["scale"] for _, writes in points] == [-1.0, 2.0]
 
 
@@ -332,7 +347,7 @@ def test_every_use_of_an_axis_is_found():
 
 @given(axes_strategy)
 def test_no_two_points_are_the_same_experiment(axes):
-    writes = [json.dumps(writes) for _, writes in expand(heads_of(axes=axes), LAYERS, HEADS)]
+    writes = [json.dumps(writes) for _, writes in expand(heads_of(axes=axes), LIMITS)]
     assert len(set(writes)) == len(writes) == math.prod(len(values) for values in axes.values())
 
 
