@@ -76,16 +76,36 @@ def explain(
 ) -> None:
     """Show what a sweep will run and cost, and every position and answer as tokens (no weights)."""
     from nnsweep import jobs
+    from nnsweep.config import read_config
     from nnsweep.explain import explain as describe
     from nnsweep.log import quiet_libraries
     from nnsweep.models import load_tokenizer, prepare
-    from nnsweep.plan import Settings
 
+    given = {"batch_rows": batch_rows, "chunk_passes": chunk_passes, "recompute": recompute}
+    settings = jobs.settings_of(read_config(given | {"engine": engine}))
     sweep = jobs.read_sweep(file)
     quiet_libraries()
     model = prepare(sweep.model.model_dump(), weights=False)
-    settings = Settings(batch_rows, chunk_passes, recompute)
     typer.echo(describe(sweep, model, load_tokenizer(model), settings, rows, engine))
+
+
+@app.command()
+def model(
+    name: Annotated[str, typer.Argument(help="smollm2-135m, a Hugging Face id, or a folder.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
+    attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
+) -> None:
+    """Show what a model offers: sizes, and every site with place, width and heads (no weights)."""
+    from nnsweep.documents import parse
+    from nnsweep.explain import describe_model
+    from nnsweep.log import quiet_libraries
+    from nnsweep.models import prepare
+    from nnsweep.sweep import ModelSpec
+
+    quiet_libraries()
+    given = {"id": name, "revision": revision, "attention": attention}
+    spec = parse(ModelSpec, given, "nnsweep model")
+    typer.echo(describe_model(prepare(spec.model_dump(), weights=False)))
 
 
 @app.command(name="run-chunk")

@@ -16,12 +16,36 @@ from nnsweep.plan import (
     naive_passes,
 )
 from nnsweep.prompts import PromptRow, prepare_rows
-from nnsweep.sweep import Sweep
+from nnsweep.sites import ORDER, limits_of
+from nnsweep.sweep import HEADED, LAYERLESS, Sweep
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RESIDENT = 8e8
 """Bytes that a chunk job holds besides the model: Python, torch, nnsight and pyarrow (measured)."""
 Plain = dict[str, Any]
+
+
+def describe_model(model: Plain) -> str:
+    """A model's sizes, and for every site where it lives, how wide it is, or why it is missing."""
+    shape = model["shape"]
+    lines = [
+        f"{model['id']} ({shape['family']}, revision {model['revision']}): "
+        f"{shape['layers']} layers, {shape['heads']} query heads and {shape['kv_heads']} key-value "
+        f"heads of width {shape['head_dim']}, hidden {shape['hidden']}, vocabulary "
+        f"{shape['vocab']}, {shape['parameters'] / 1e6:.0f}M parameters",
+        f"  {'site':<11} {'layers':<8} {'heads':<6} {'width':<6} place",
+    ]
+    lines += [_site(shape, site) for site in ORDER if site in shape["sites"]]
+    lines += [f"  {site:<11} none: {reason}" for site, reason in shape["refused"].items()]
+    return "\n".join(lines)
+
+
+def _site(shape: Plain, site: str) -> str:
+    place, limits = shape["sites"][site], limits_of(shape)
+    layers = "-" if site in LAYERLESS else f"0..{shape['layers'] - 1}"
+    heads = f"0..{limits[HEADED[site]] - 1}" if site in HEADED else "-"
+    path = place["path"] or "the model"
+    return f"  {site:<11} {layers:<8} {heads:<6} {place['width']:<6} {place['side']} of {path}"
 
 
 def explain(

@@ -1,0 +1,75 @@
+"""What the commands say to a person."""
+
+import pytest
+
+from workflow.project import Done, Project, command
+
+SWEEP = "config/sweeps/tiny.yaml"
+
+
+def nnsweep(project: Project, *words: str) -> Done:
+    """Run the command in the project's folder."""
+    return command("nnsweep", *words, cwd=project.root, env={"HF_HUB_OFFLINE": "1"})
+
+
+def test_validate_says_what_a_sweep_is(finished):
+    done = nnsweep(finished, "validate", SWEEP)
+    assert done.code == 0
+    assert "valid. Prompt rows: 6. Axes: position: 2 values, layer: 3 values" in done.out
+
+
+def test_explain_shows_sizes_and_tokens(finished):
+    done = nnsweep(finished, "explain", SWEEP, "--rows", "1")
+    assert done.code == 0, done.out
+    for words in (
+        "points          6 over axes ['position', 'layer']",
+        "prompt rows     5 usable of 6",
+        "values          90",
+        "(a loop without reuse: 24)",
+        "row france (ok)",
+        "text   |The| capital| of| France| is|",
+        "position subject: [3] | France|  <-  donor [3] | Germany|",
+        "answer target: 'Berlin' -> [",
+    ):
+        assert words in done.out, words
+    exact = nnsweep(finished, "explain", SWEEP, "--recompute", "exact")
+    assert "not reused      tokens before a write (recompute: exact)" in exact.out
+
+
+def test_explain_says_what_a_server_would_get(finished):
+    done = nnsweep(finished, "explain", SWEEP, "--engine", "ndif")
+    assert done.code == 0, done.out
+    assert "requests        2 and one trial session (one trace a point: 6)" in done.out
+
+
+def test_model_lists_every_site(finished):
+    done = nnsweep(finished, "model", "model")
+    assert done.code == 0, done.out
+    sites = {line.split()[0]: line.split() for line in done.out.splitlines() if " of " in line}
+    assert sites["k"][1:6] == ["0..3", "0..1", "8", "output", "of"]
+    assert sites["z"][1:4] == ["0..3", "0..3", "8"]
+    assert sites["resid_post"][1:4] == ["0..3", "-", "32"]
+
+
+def test_show_says_where_the_extremes_are(finished):
+    done = nnsweep(finished, "show", "results/tiny/local")
+    assert done.code == 0, done.out
+    assert "6 points, 30 value rows, 6 excluded, 0 in error" in done.out
+    assert "gap: largest" in done.out
+    assert "null controls: 4 hold" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("show", "results/tiny/ndif"), "no finished run here. Run snakemake first."),
+        (("explain", SWEEP, "--recompute", "quick"), "recompute: got 'quick', expected 'fast'"),
+        (("model", "model", "--attention", "flash"), "attention: got 'flash', expected 'sdpa'"),
+        (("validate", "config/sweeps/none.yaml"), "none.yaml"),
+    ],
+)
+def test_mistakes_are_one_line(finished, words, said):
+    done = nnsweep(finished, *words)
+    assert done.code == 2
+    assert len(done.out.strip().splitlines()) == 1
+    assert said in done.out
