@@ -46,9 +46,9 @@ def test_model_lists_every_site(finished):
     done = nnsweep(finished, "model", "model")
     assert done.code == 0, done.out
     sites = {line.split()[0]: line.split() for line in done.out.splitlines() if " of " in line}
-    assert sites["k"][1:6] == ["0..3", "0..1", "8", "output", "of"]
-    assert sites["z"][1:4] == ["0..3", "0..3", "8"]
-    assert sites["resid_post"][1:4] == ["0..3", "-", "32"]
+    assert sites["k"][1:6] == ["0..3", "0..1", "16", "output", "of"]
+    assert sites["z"][1:4] == ["0..3", "0..3", "16"]
+    assert sites["resid_post"][1:4] == ["0..3", "-", "64"]
 
 
 def test_show_says_where_the_extremes_are(finished):
