@@ -50,8 +50,10 @@ def validate(file: SweepFile) -> None:
     """Check a sweep file and its prompt file's columns (no model, under a second)."""
     from nnsweep import jobs
     from nnsweep.prompts import columns_of, read_records
+    from nnsweep.sweep import check_axes
 
     sweep = jobs.read_sweep(file)
+    check_axes(sweep)
     records = read_records(Path(sweep.prompts.file), columns_of(sweep, set()))
     axes = ", ".join(f"{name}: {_size(axis)}" for name, axis in sweep.axes.items()) or "none"
     typer.echo(f"{file}: valid. Prompt rows: {len(records)}. Axes: {axes}.")

@@ -76,7 +76,9 @@ class Config(Strict):
         "`exact` only skips layers, one point a pass: the bits of a full pass, but for the "
         "vocabulary product, which is taken only where it is read",
     )
-    chunk_passes: Count = Field(64, description="most forward passes in one chunk (one job)")
+    chunk_passes: Count = Field(
+        64, description="most forward passes in one chunk (one job, which needs 5 to 10 s to start)"
+    )
     bootstrap: Bootstrap = Field(default=Bootstrap(), description="intervals of the means")
     parity: Parity = Field(default=Parity(), description="the second engine's share")
     ndif: Ndif = Field(default=Ndif(), description="deadlines and tries of a request")

@@ -83,8 +83,9 @@ def _lines(model: type[BaseModel], value: Any, error: ValidationError) -> list[s
     deep = [p for p in found if not any(o != p and o[: len(p)] == p for o in found)]
     lines = []
     for place in deep:
-        path = ".".join(str(part) for part in place) or "the document"
-        lines.append(f"{path}: {_sentence(model, place, found[place])}")
+        path = ".".join(str(part) for part in place)
+        sentence = _sentence(model, place, found[place])
+        lines.append(f"{path}: {sentence}" if path else sentence)
     return lines
 
 

@@ -70,7 +70,7 @@ def explain(
         lines += _remote(model, plan)
     lines.append("")
     for row in found[:rows]:
-        lines += [*_row(row, tokenizer), ""]
+        lines += [*_row(row, sweep.measure_at, tokenizer), ""]
     return "\n".join(lines).rstrip()
 
 
@@ -207,7 +207,7 @@ def _seconds(model: Plain, work: int) -> float:
     return work * per_layer / (rate / 2)
 
 
-def _row(row: PromptRow, tokenizer: Any) -> Iterator[str]:
+def _row(row: PromptRow, measure_at: str, tokenizer: Any) -> Iterator[str]:
     state = f"excluded: {row.reason}" if row.reason else "ok"
     yield f"row {row.row_id} ({state})"
     yield f"  text   {_tokens(row.tokens)}"
@@ -224,6 +224,10 @@ def _row(row: PromptRow, tokenizer: Any) -> Iterator[str]:
             )
         ours = _tokens([row.tokens[i] for i in place.base])
         yield f"  position {name}: {place.base} {ours}{theirs}"
+    measured = row.positions[measure_at]
+    if measured.base:
+        token = measured.base[-1]
+        yield f"  measured after [{token}] {_tokens([row.tokens[token]])}"
     for name, ids in row.answers.items():
         decoded = [tokenizer.decode([i]) for i in ids]
         yield f"  answer {name}: {row.answer_texts[name]!r} -> {ids} {_tokens(decoded)}"

@@ -142,7 +142,7 @@ def _heat_map(
     shown: Sequence[str],
     norm: Normalize,
 ) -> None:
-    """First axis to the right, second axis upwards; a missing point stays grey."""
+    """First axis to the right, second upwards (names downwards); a missing point stays grey."""
     across, up = (list(frame[name].unique()) for name in shown)
     grid = frame.pivot(index=shown[1], columns=shown[0], values="mean").reindex(up, columns=across)
     diverging = sweep.measures[measure].kind in ABOUT_ZERO
@@ -164,6 +164,8 @@ def _heat_map(
         labels([_label(value) for value in values[::step]])
     axis.set_xlabel(shown[0])
     axis.set_ylabel(shown[1])
+    if axis_kinds(sweep)[shown[1]] == "string":
+        axis.invert_yaxis()
 
 
 def _line(axis: Axes, sweep: Sweep, measure: str, frame: pd.DataFrame, name: str) -> None:

@@ -58,14 +58,18 @@ def rank(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
 def kl(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """Kullback-Leibler divergence of the run under the writes from the clean run."""
     p, q = clean.log_softmax(-1), logits.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
+    # Never negative but for rounding.
+    return (p.exp() * (p - q)).sum(-1).clamp_min(0)
 
 
 def js(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """Jensen-Shannon divergence between the clean run and the run under the writes."""
     p, q = clean.log_softmax(-1), logits.log_softmax(-1)
-    middle = torch.logaddexp(p, q) - torch.log(torch.tensor(2.0, device=p.device))
-    return ((p.exp() * (p - middle)).sum(-1) + (q.exp() * (q - middle)).sum(-1)) / 2
+    # log((e^p + e^q) / 2), written so that equal distributions give exactly 0.
+    spread = torch.log1p((p - q).abs().neg().exp()) - torch.log1p(torch.ones_like(p[:, :1]))
+    middle = torch.maximum(p, q) + spread
+    both = (p.exp() * (p - middle)).sum(-1) + (q.exp() * (q - middle)).sum(-1)
+    return (both / 2).clamp_min(0)
 
 
 def entropy(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:

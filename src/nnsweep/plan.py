@@ -200,6 +200,8 @@ class _Context:
             return "add", self._vector(write, place) | {"scale": float(add["scale"])}
         if write.get("noise"):
             noise = write["noise"]
+            if noise["std"] < 0:
+                raise UserError(f"writes: noise std {noise['std']} is negative. Give 0 or more.")
             return "noise", {"kind": "noise", "std": float(noise["std"]), "seed": noise["seed"]}
         if write.get("clamp"):
             bounds = {name: float(value) for name, value in write["clamp"].items()}

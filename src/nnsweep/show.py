@@ -18,7 +18,17 @@ def show(folder: Path) -> str:
     if not (folder / "run.json").exists() or not (folder / "summary.parquet").exists():
         raise UserError(f"{folder}: no finished run here. Run snakemake first.")
     record = read_json(folder / "run.json")
-    return "\n".join([*_head(record), *_extremes(folder), *_controls(record), *_files(folder)])
+    stale = _changed(folder, record)
+    return "\n".join(
+        [*stale, *_head(record), *_extremes(folder), *_controls(record), *_files(folder)]
+    )
+
+
+def _changed(folder: Path, record: dict[str, Any]) -> Iterator[str]:
+    """A warning where the sweep has been planned anew since this run."""
+    planned = folder.parent / "sweep.json"
+    if planned.exists() and read_json(planned)["digest"] != record["digests"]["sweep"]:
+        yield "The sweep has changed since this run. Run snakemake to bring it up to date."
 
 
 def _head(record: dict[str, Any]) -> Iterator[str]:

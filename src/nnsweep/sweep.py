@@ -255,7 +255,10 @@ class Sweep(Strict):
     model: ModelSpec
     prompts: Prompts
     positions: dict[Name, Position] = Field(default={}, description="name -> tokens of a prompt")
-    measure_at: str = Field("last", description="position whose next-token logits are measured")
+    measure_at: str = Field(
+        "last",
+        description="position whose next-token logits are measured; of several tokens, the last",
+    )
     axes: dict[Name, Axis] = Field(default={}, description="name -> values; the first is slowest")
     zip: list[list[str]] = Field(default=[], description="axes that move together")
     exclude: list[dict[str, Scalar | list[Scalar]]] = Field(
@@ -438,6 +441,19 @@ def axis_values(sweep: Sweep, limits: dict[str, int]) -> dict[str, list[Any]]:
     }
 
 
+def check_axes(sweep: Sweep) -> None:
+    """All of the axes that can be checked without a model.
+
+    Raises:
+        UserError: as `axis_values` and `grid`; what depends on the model's size is left out.
+    """
+    kinds, fields = axis_kinds(sweep), references(sweep)
+    listed = {name: axis for name, axis in sweep.axes.items() if axis != "all"}
+    values = {n: _checked_axis(n, axis, kinds[n], fields[n], {}) for n, axis in listed.items()}
+    if len(values) == len(sweep.axes):
+        grid(sweep, values)
+
+
 def _checked_axis(
     name: str, axis: Any, kind: str, fields: set[str], limits: dict[str, int]
 ) -> list[Any]:
@@ -454,7 +470,8 @@ def _checked_axis(
     wanted = {"index": int, "string": str, "number": (int, float)}[kind]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, wanted):  # type: ignore[arg-type]
-            raise UserError(f"axes.{name}: {value!r} is not a {kind}. Give {kind} values.")
+            what = {"index": "a whole number", "string": "text", "number": "a number"}[kind]
+            raise UserError(f"axes.{name}: {value!r} is not {what}, as ${name} must be.")
         if bounds and not 0 <= value < min(bounds):
             what = " and ".join(sorted(fields & limits.keys())).replace("kv_", "key-value ")
             raise UserError(f"axes.{name}: {what} {value} is outside 0..{min(bounds) - 1}.")

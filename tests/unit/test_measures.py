@@ -68,7 +68,7 @@ def test_values_lie_within_the_declared_bounds(data):
             continue
         answers = {"logit_diff": [target, foil]}.get(kind, [target])
         for value in measured(kind, logits, clean, *answers):
-            assert entry.low is None or value >= entry.low - 1e-5, kind
+            assert entry.low is None or value >= entry.low - 1e-5 * (kind not in ("kl", "js")), kind
             assert entry.high is None or value <= entry.high + 1e-5, kind
             assert not entry.discrete or value == int(value), kind
 
@@ -96,7 +96,7 @@ def test_a_set_of_answers_has_their_summed_probability(data):
 def test_a_run_has_no_divergence_from_itself():
     logits = np.linspace(-5, 5, VOCAB, dtype=np.float32)[None]
     assert measured("kl", logits, logits) == [0.0]
-    assert measured("js", logits, logits) == pytest.approx([0.0], abs=1e-6)
+    assert measured("js", logits, logits) == [0.0]
 
 
 def test_the_divergence_goes_from_clean_to_changed():

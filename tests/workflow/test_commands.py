@@ -29,6 +29,7 @@ def test_explain_shows_sizes_and_tokens(finished):
         "row france (ok)",
         "text   |The| capital| of| France| is|",
         "position subject: [3] | France|  <-  donor [3] | Germany|",
+        "measured after [4] | is|",
         "answer target: 'Berlin' -> [",
     ):
         assert words in done.out, words
@@ -57,6 +58,28 @@ def test_show_says_where_the_extremes_are(finished):
     assert "6 points, 30 value rows, 6 excluded, 0 in error" in done.out
     assert "gap: largest" in done.out
     assert "null controls: 4 hold" in done.out
+
+
+def test_show_says_that_the_sweep_has_changed(copied):
+    copied.write_sweep(axes={"position": ["last"], "layer": [0, 1]})
+    assert copied.run("results/tiny/plan.json").code == 0
+    done = nnsweep(copied, "show", "results/tiny/local")
+    assert done.out.startswith("The sweep has changed since this run.")
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ({"layer": [0, 0], "position": ["last"]}, "axes.layer: 0 is given twice"),
+        ({"layer": [0.5], "position": ["last"]}, "0.5 is not a whole number, as $layer must be"),
+        ({"layer": [], "position": ["last"]}, "axes.layer: no values"),
+    ],
+)
+def test_validate_checks_axes_without_a_model(copied, axes, said):
+    copied.write_sweep(axes=axes)
+    done = nnsweep(copied, "validate", SWEEP)
+    assert done.code == 2
+    assert said in done.out
 
 
 @pytest.mark.parametrize(

@@ -24,13 +24,14 @@ def test_ten_thousand_points_are_few_jobs(tokenizer, tmp_path):
             {"site": "z", "layer": "$layer", "head": "$head", "position": "last", "set": "$value"}
         ],
     )
-    default = yaml.safe_load((ROOT / "config/config.yaml").read_text())["chunk_passes"]
-    done = project.run("results/tiny/plan.json", chunk_passes=default)
+    written = yaml.safe_load((ROOT / "config/config.yaml").read_text())
+    default = {name: written[name] for name in ("batch_rows", "chunk_passes")}
+    done = project.run("results/tiny/plan.json", **default)
     assert done.code == 0, done.out
     assert project.plan()["points"] == 30 * 9 * 38
     assert "10260 points" in (project / "logs/tiny/expand_sweep.log").read_text()
 
-    dry = project.run("-n", chunk_passes=default)
+    dry = project.run("-n", **default)
     assert dry.code == 0, dry.out
     assert "tiny: 10260 points, engine local" in dry.out
     assert 20 <= dry.jobs("run_chunk") <= 400

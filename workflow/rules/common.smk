@@ -27,6 +27,8 @@ config.update(CONFIG.model_dump(mode="json"))
 validate(config, "../schemas/config.schema.yaml")
 
 SWEEP = SPEC.name
+# Snakemake would look for a backup of a plan that never was.
+EARLIER_PLAN = update if Path(f"results/{SWEEP}/plan.json").exists() else str
 ENGINE = CONFIG.engine
 if workflow.is_main_process:
     try:

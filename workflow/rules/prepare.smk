@@ -44,7 +44,7 @@ checkpoint expand_sweep:
         sweep="results/{sweep}/sweep.json",
         points="results/{sweep}/points.parquet",
         # The earlier plan is read before it is replaced, so that finished chunks stay chunks.
-        plan=update("results/{sweep}/plan.json"),
+        plan=EARLIER_PLAN("results/{sweep}/plan.json"),
         chunks=directory("results/{sweep}/chunks"),
     log:
         "logs/{sweep}/expand_sweep.log",
