@@ -1,7 +1,8 @@
 """A task in another library, alone in a process: `.venv-bench/bin/python bench/peers.py WAY TASK`.
 
-Reads the task's file and its own library only. Both peers capture the donor once, run one full
-forward pass a point and take the vocabulary product of the last token alone.
+Reads the task's file and its own library only. Both peers capture the donor once (pyvene_sources:
+at every point), run one full forward pass a point and take the vocabulary product of the last token
+alone.
 """
 
 import sys
@@ -58,6 +59,22 @@ def pyvene_way(path):
     report(run, task["points"][:WARM_POINTS], task["points"])
 
 
+def pyvene_sources_way(path):
+    """As pyvene's pages show it: the donor is a source that runs again at every point."""
+    from transformers import AutoModelForCausalLM
+
+    task = read_task(path)
+    module = AutoModelForCausalLM.from_pretrained(
+        task["weights"], dtype=torch.float32, attn_implementation=task["attention"]
+    ).eval()
+
+    def run(points):
+        models = {layer: pyvene_model(module, task, layer) for layer, _, _ in points}
+        return [pyvene_point(models[p[0]], None, task, *p[1:]) for p in points]
+
+    report(run, task["points"][:WARM_POINTS], task["points"])
+
+
 def pyvene_capture(module, task, layers):
     """Every layer's activations of the donor, by layer."""
     import pyvene
@@ -86,19 +103,23 @@ def pyvene_model(module, task, layer):
 
 def pyvene_point(model, kept, task, head, token):
     rows, width = len(task["base"]), task["shape"]["head_dim"]
-    source, place = kept[:, token : token + 1], token
-    if head is not None:
-        source = source[:, None, :, head * width : (head + 1) * width]
-        place = ([[[[head]] * rows, [[token]] * rows]],) * 2
-    _, output = model(
-        {"input_ids": task["base"], "logits_to_keep": 1},
-        unit_locations={"sources->base": place},
-        source_representations={model.sorted_keys[0]: source},
-    )
+    place = token if head is None else ([[[[head]] * rows, [[token]] * rows]],) * 2
+    given = {"sources": [{"input_ids": task["donor"], "logits_to_keep": 1}]}
+    if kept is not None:
+        source = kept[:, token : token + 1]
+        if head is not None:
+            source = source[:, None, :, head * width : (head + 1) * width]
+        given = {"source_representations": {model.sorted_keys[0]: source}}
+    prompt = {"input_ids": task["base"], "logits_to_keep": 1}
+    _, output = model(prompt, unit_locations={"sources->base": place}, **given)
     return difference(output.logits[:, -1], task["answers"])
 
 
-WAYS = {"transformerlens": transformerlens_way, "pyvene": pyvene_way}
+WAYS = {
+    "transformerlens": transformerlens_way,
+    "pyvene": pyvene_way,
+    "pyvene_sources": pyvene_sources_way,
+}
 
 
 if __name__ == "__main__":

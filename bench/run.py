@@ -17,7 +17,11 @@ from task import export, spec_of
 
 SWEEPS = ("capitals_layers", "capitals_long", "ioi_heads")
 TOLERANCE = 1e-3
-PEERS = {"transformerlens": "TransformerLens", "pyvene": "pyvene"}
+PEERS = {
+    "transformerlens": "TransformerLens",
+    "pyvene": "pyvene, donor captured once",
+    "pyvene_sources": "pyvene, donor at every point",
+}
 NAMES = {
     "hooks": "hand-written hooks",
     "nnsight": "nnsight, one trace a point",
