@@ -41,14 +41,18 @@ def transformerlens_point(bridge, cache, name, task, head, token):
     return difference(logits[:, -1], task["answers"])
 
 
-def pyvene_way(path):
-    """IntervenableModel: one a layer, the donor's activations handed in."""
+def pyvene_task(path):
+    """A task and its model, as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
     task = read_task(path)
-    module = AutoModelForCausalLM.from_pretrained(
-        task["weights"], dtype=torch.float32, attn_implementation=task["attention"]
-    ).eval()
+    how = {"dtype": torch.float32, "attn_implementation": task["attention"]}
+    return task, AutoModelForCausalLM.from_pretrained(task["weights"], **how).eval()
+
+
+def pyvene_way(path):
+    """IntervenableModel: one a layer, the donor's activations handed in."""
+    task, module = pyvene_task(path)
 
     def run(points):
         layers = sorted({point[0] for point in points})
@@ -61,12 +65,7 @@ def pyvene_way(path):
 
 def pyvene_sources_way(path):
     """As pyvene's pages show it: the donor is a source that runs again at every point."""
-    from transformers import AutoModelForCausalLM
-
-    task = read_task(path)
-    module = AutoModelForCausalLM.from_pretrained(
-        task["weights"], dtype=torch.float32, attn_implementation=task["attention"]
-    ).eval()
+    task, module = pyvene_task(path)
 
     def run(points):
         models = {layer: pyvene_model(module, task, layer) for layer, _, _ in points}
