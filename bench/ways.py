@@ -11,8 +11,9 @@ import torch
 from task import alike, load, read_spec
 from timing import THREADS, WARM_POINTS, difference, read_task, report
 
+from nnsweep.chunks import keys_of
 from nnsweep.engines.local import LocalEngine
-from nnsweep.plan import Settings, keys_of, make_plan
+from nnsweep.plan import Settings, make_plan
 
 
 def nnsweep_way(path, recompute):

@@ -49,8 +49,8 @@ def version(
 def validate(file: SweepFile) -> None:
     """Check a sweep file and its prompt file's columns (no model, under a second)."""
     from nnsweep import jobs
+    from nnsweep.grid import check_axes
     from nnsweep.prompts import columns_of, read_records
-    from nnsweep.sweep import check_axes
 
     sweep = jobs.read_sweep(file)
     check_axes(sweep)

@@ -6,15 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from nnsweep import jobs
-from nnsweep.plan import (
-    Plan,
-    Settings,
-    forward_passes,
-    inert_rows,
-    keys_of,
-    make_plan,
-    naive_passes,
-)
+from nnsweep.chunks import forward_passes, inert_rows, keys_of, naive_passes
+from nnsweep.plan import Plan, Settings, make_plan
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sites import ORDER, limits_of
 from nnsweep.sweep import HEADED, LAYERLESS, Sweep

@@ -13,23 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from nnsweep import prompts as prompt_rows
+from nnsweep.chunks import forward_passes, inert_rows, keys_of, naive_passes, pass_ids, pass_records
 from nnsweep.config import Config
 from nnsweep.documents import parse, read_yaml
 from nnsweep.errors import NnsweepError, UserError
-from nnsweep.plan import (
-    Plan,
-    Settings,
-    forward_passes,
-    identity,
-    inert_rows,
-    keys_of,
-    make_plan,
-    naive_passes,
-    pass_ids,
-    pass_records,
-)
+from nnsweep.grid import expand
+from nnsweep.plan import Plan, Settings, identity, make_plan
 from nnsweep.sites import limits_of
-from nnsweep.sweep import Sweep, axis_kinds, expand
+from nnsweep.sweep import Sweep, axis_kinds
 from nnsweep.tables import (
     digest,
     part_schema,

@@ -8,16 +8,17 @@ a padding token, hence no padding to go wrong.
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nnsweep import SEMANTICS
+from nnsweep.chunks import block_name, refs, slices
 from nnsweep.errors import UserError
+from nnsweep.grid import expand
 from nnsweep.prompts import PromptRow
 from nnsweep.sites import ORDER, limits_of, resumes_at, tap
-from nnsweep.sweep import Sweep, expand, position_spec, uses_donor
+from nnsweep.sweep import Sweep, position_spec, uses_donor
 from nnsweep.tables import digest
 
 Plain = dict[str, Any]
@@ -278,7 +279,7 @@ class _Context:
         self, points: dict[str, Point], block: tuple[int, ...], earlier: Sequence[Plain]
     ) -> list[Plain]:
         """Passes of an earlier plan over these rows, whose points are all still wanted."""
-        left, name, kept = dict(points), _block_name([self.rows[i].row_key for i in block]), []
+        left, name, kept = dict(points), block_name([self.rows[i].row_key for i in block]), []
         for record in earlier:
             keys, start = record["points"], record["start"]
             if record["block"] != name or not all(key in left for key in keys):
@@ -319,7 +320,7 @@ class _Context:
         for lengths in sorted(by_length):
             members = sorted(by_length[lengths], key=lambda i: self.rows[i].row_key)
             size = min(self.settings.batch_rows, max(1, PASS_TOKENS // max(lengths)))
-            blocks += [tuple(part) for part in _slices(members, size)]
+            blocks += [tuple(part) for part in slices(members, size)]
         return blocks
 
     def _grouped(
@@ -441,7 +442,7 @@ class _Context:
             | {"passes": [_without_block(p) for p in passes if p["block"] == block]}
             for block in dict.fromkeys(p["block"] for p in passes)
         ]
-        references = sorted({n for p in passes for e in p["edits"] for n in _refs(e)})
+        references = sorted({n for p in passes for e in p["edits"] for n in refs(e)})
         return {
             "chunk_id": digest([p["pass_id"] for block in blocks for p in block["passes"]]),
             "model": self.model,
@@ -502,7 +503,7 @@ class _Context:
         batches = []
         for length in sorted(by_length):
             members = sorted(by_length[length], key=lambda row: row.row_key)
-            for part in _slices(members, self.settings.batch_rows):
+            for part in slices(members, self.settings.batch_rows):
                 batches.append(
                     {
                         "tap": reference["tap"],
@@ -600,119 +601,6 @@ def measure_list(sweep: Sweep) -> list[Plain]:
     ]
 
 
-def pass_records(chunk: Plain) -> list[Plain]:
-    """What a later plan must know of a chunk's passes, in order."""
-    return [
-        {"block": _block_name(block["row_keys"])}
-        | {key: item[key] for key in ("pass_id", "start", "points")}
-        for block in chunk["blocks"]
-        for item in block["passes"]
-    ]
-
-
-def _block_name(row_keys: Sequence[str]) -> str:
-    return digest(list(row_keys))
-
-
-def pass_ids(chunk: Plain) -> list[str]:
-    """The ids of a chunk's passes, in order."""
-    return [p["pass_id"] for block in chunk["blocks"] for p in block["passes"]]
-
-
-def split_chunk(chunk: Plain, size: int) -> list[Plain]:
-    """Cut a chunk into parts of at most `size` whole passes; no pass changes."""
-    places = [
-        (b, p) for b, block in enumerate(chunk["blocks"]) for p in range(len(block["passes"]))
-    ]
-    if len(places) <= size:
-        return [chunk]
-    return [_part(chunk, part) for part in _slices(places, size)]
-
-
-def _part(chunk: Plain, places: Sequence[tuple[int, int]]) -> Plain:
-    blocks = []
-    for number, block in enumerate(chunk["blocks"]):
-        kept = [block["passes"][p] for b, p in places if b == number]
-        if kept:
-            blocks.append(block | {"passes": kept})
-    used = {str(n) for b in blocks for p in b["passes"] for e in p["edits"] for n in _refs(e)}
-    references = {n: batches for n, batches in chunk["references"].items() if n in used}
-    return chunk | {"blocks": blocks, "references": references}
-
-
-def split_pass(chunk: Plain) -> list[Plain]:
-    """Cut the only pass of a chunk into two halves of its points; none if it holds one point."""
-    block = chunk["blocks"][0]
-    item = block["passes"][0]
-    slots = range(len(item["points"]))
-    if len(slots) < 2:
-        return []
-    return [
-        _part(chunk | {"blocks": [block | {"passes": [_slots(item, part)]}]}, [(0, 0)])
-        for part in _slices(slots, (len(slots) + 1) // 2)
-    ]
-
-
-def _slots(item: Plain, kept: Sequence[int]) -> Plain:
-    edits = [e | {"slot": e["slot"] - kept[0]} for e in item["edits"] if e["slot"] in kept]
-    points, resumes = ([item[name][slot] for slot in kept] for name in ("points", "resumes"))
-    return item | {"points": points, "resumes": resumes, "edits": edits}
-
-
-def keys_of(chunk: Plain) -> list[tuple[str, str]]:
-    """(point_key, row_key) of every value row a chunk returns, in the kernel's order."""
-    return [
-        (point, row)
-        for block in chunk["blocks"]
-        for p in block["passes"]
-        for point in p["points"]
-        for row in block["row_keys"]
-    ]
-
-
-def inert_rows(chunks: Iterable[Plain]) -> Counter[str]:
-    """point_key -> on how many rows its values are those of the clean run."""
-    found: Counter[str] = Counter()
-    for chunk in chunks:
-        for block in chunk["blocks"]:
-            for item in block["passes"]:
-                if item["inert"]:
-                    found.update(dict.fromkeys(item["points"], len(block["ids"])))
-    return found
-
-
-def clean_runs(block: Plain) -> int:
-    """Model calls without writes: prompts, donors, and the beginnings that their rows share."""
-    beginnings = bool(block["shared"]) + bool(block["donor_shared"])
-    return 1 + bool(block["donor_ids"]) + beginnings
-
-
-def forward_passes(chunks: Iterable[Plain]) -> int:
-    """Model calls of some chunks: clean runs, reference runs and passes."""
-    return sum(
-        sum(len(batches) for batches in chunk["references"].values())
-        + sum(
-            sum(not item["inert"] for item in block["passes"]) + clean_runs(block)
-            for block in chunk["blocks"]
-        )
-        for chunk in chunks
-    )
-
-
-def naive_passes(chunks: Iterable[Plain]) -> int:
-    """Model calls of a loop over the same rows that runs prompt and donor anew for every point."""
-    return sum(
-        len(item["points"]) * (1 + bool(block["donor_ids"]))
-        for chunk in chunks
-        for block in chunk["blocks"]
-        for item in block["passes"]
-    )
-
-
-def _slices[Item](items: Sequence[Item], size: int) -> list[Sequence[Item]]:
-    return [items[i : i + size] for i in range(0, len(items), size)]
-
-
 def _even_slices[Item](items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     """As few slices as `size` allows, and all about as long."""
     count = -(-len(items) // size)
@@ -752,10 +640,6 @@ def _same_prefix(row: PromptRow, base: Sequence[int], donor: Sequence[int]) -> b
 
 def _without_block(item: Plain) -> Plain:
     return {key: value for key, value in item.items() if key != "block"}
-
-
-def _refs(edit: Plain) -> list[int]:
-    return [edit["operand"][side] for side in ("plus", "minus") if side in edit["operand"]]
 
 
 def _place(row: PromptRow, name: str, donor: bool) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import zstandard
 
-from nnsweep.plan import keys_of
+from nnsweep.chunks import keys_of
 
 Plain = dict[str, Any]
 Story = Callable[[Any], list[Plain]]

@@ -25,6 +25,7 @@ import zstandard
 from fakes import CLOSE, CUT, RESET, status
 from proxy import Proxy
 
+from nnsweep.chunks import keys_of, pass_ids
 from nnsweep.config import read_config
 from nnsweep.engines.ndif import NdifEngine, pack, pack_probe
 from nnsweep.jobs import budget_of, load_vector, open_engine, run_chunk
@@ -32,7 +33,7 @@ from nnsweep.models import model_key, open_model
 from nnsweep.ndif import server, transport
 from nnsweep.ndif.state import ServerState
 from nnsweep.ndif.transport import Deadlines
-from nnsweep.plan import Settings, keys_of, make_plan, pass_ids
+from nnsweep.plan import Settings, make_plan
 from nnsweep.prompts import prepare_rows
 from nnsweep.sweep import Sweep
 from nnsweep.tables import read_json, read_table, write_json, write_table

@@ -32,10 +32,10 @@ from fakes import (
     values_of,
 )
 
+from nnsweep.chunks import keys_of, pass_ids
 from nnsweep.errors import NnsweepError
 from nnsweep.ndif.sessions import Budget, Sessions
 from nnsweep.ndif.transport import Deadlines, Refused, StillQueued, Transient
-from nnsweep.plan import keys_of, pass_ids
 
 TRIES = 4
 TIMEOUT = "Your job exceeded the execution timeout of 3600s."

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nnsweep.chunks import keys_of
 from nnsweep.jobs import load_vector
-from nnsweep.plan import Plan, Settings, keys_of, make_plan
+from nnsweep.plan import Plan, Settings, make_plan
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sweep import Sweep
 

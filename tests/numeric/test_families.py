@@ -19,9 +19,9 @@ from harness import (
 from sweeps import exact_sweeps, layered, mean_sweeps, projection_sweeps, write_vector
 
 from nnsweep import jobs
+from nnsweep.chunks import keys_of
 from nnsweep.controls import judge
 from nnsweep.errors import UserError
-from nnsweep.plan import keys_of
 from tiny import FAMILIES, LAYERS
 
 TOLERANCE = 1e-4

@@ -23,10 +23,10 @@ from harness import (
 from sweeps import layered
 
 from nnsweep import jobs
+from nnsweep.chunks import keys_of
 from nnsweep.errors import UserError
 from nnsweep.kernel import noise
 from nnsweep.measures import functions
-from nnsweep.plan import keys_of
 from tiny import FAMILIES, LAYERS
 
 EQUAL = [row for row in RECORDS if len(row["base"].split()) == len(row["source"].split())]

@@ -13,7 +13,7 @@ from harness import (
 )
 from sweeps import NOISE, layered
 
-from nnsweep.plan import keys_of, pass_ids, split_chunk, split_pass
+from nnsweep.chunks import keys_of, pass_ids, split_chunk, split_pass
 
 PATCH = {"site": "resid_post", "layer": "$layer", "position": "$position", "set": "donor"}
 STEER = {"vector": {"mean": "donor", "minus": "text"}, "scale": "$scale"}

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import oracle
 from nnsweep import jobs
+from nnsweep.chunks import keys_of
 from nnsweep.controls import judge
 from nnsweep.models import locate
-from nnsweep.plan import keys_of
 from nnsweep.prompts import prepare_rows
 from nnsweep.sweep import Sweep
 

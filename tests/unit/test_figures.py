@@ -10,8 +10,9 @@ from examples import sweep_of
 
 from nnsweep.config import Bootstrap
 from nnsweep.figures import draw, plot_measure
+from nnsweep.grid import axis_values, grid
 from nnsweep.summary import summarize
-from nnsweep.sweep import axis_kinds, axis_values, grid
+from nnsweep.sweep import axis_kinds
 from nnsweep.tables import read_table, summary_schema, values_schema, write_table
 
 LAYERS, HEADS, PLACES, SCALES = [0, 2, 5], [0, 3], ["last", "subject"], [-0.5, 1.0]

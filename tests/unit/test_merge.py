@@ -17,11 +17,12 @@ from examples import (
 )
 
 from nnsweep import jobs, prompts
+from nnsweep.chunks import keys_of
 from nnsweep.config import Config
 from nnsweep.engines import Result
 from nnsweep.errors import CheckFailed, NnsweepError, UserError
 from nnsweep.merge import assemble, merge_chunks, read_parts
-from nnsweep.plan import Settings, keys_of
+from nnsweep.plan import Settings
 from nnsweep.sweep import axis_kinds
 from nnsweep.tables import (
     part_schema,

@@ -22,8 +22,7 @@ from examples import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnsweep.errors import UserError
-from nnsweep.plan import (
+from nnsweep.chunks import (
     clean_runs,
     forward_passes,
     inert_rows,
@@ -34,6 +33,7 @@ from nnsweep.plan import (
     split_chunk,
     split_pass,
 )
+from nnsweep.errors import UserError
 from nnsweep.sites import tap
 
 ALL = {"layer": [0, 1, 2, 3], "position": ["last", "subject", "second"]}
@@ -74,7 +74,7 @@ def edits_of(plan):
 # --- no torch ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["nnsweep.plan", "nnsweep.sweep", "nnsweep.config"])
+@pytest.mark.parametrize("module", [f"nnsweep.{n}" for n in ("plan", "chunks", "grid", "config")])
 def test_planning_imports_no_torch(module, repository):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'nnsight' in sys.modules)"
     path = str(repository / "src")

@@ -12,19 +12,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from nnsweep.errors import UserError
+from nnsweep.grid import axis_values, expand
 from nnsweep.measures import REGISTRY
 from nnsweep.sites import DEFINITIONS, ORDER
-from nnsweep.sweep import (
-    MEASURES,
-    SITES,
-    Range,
-    Sweep,
-    axis_kinds,
-    axis_values,
-    expand,
-    references,
-    uses_donor,
-)
+from nnsweep.sweep import MEASURES, SITES, Range, Sweep, axis_kinds, references, uses_donor
 
 LAYERS, HEADS = 12, 6
 LIMITS = {"layer": LAYERS, "head": HEADS, "kv_head": 2}

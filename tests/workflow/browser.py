@@ -21,7 +21,9 @@ FLAGS = (
 
 
 def chromium() -> str:
-    """The browser's path; without one the test is skipped."""
+    """The browser's path. A browser is no part of the environment that `make test` installs, and
+    nothing but the look of the report needs one; `.ci/run` installs it.
+    """
     for name in ("chromium", "google-chrome", "chromium-browser"):
         found = shutil.which(name)
         if found:

@@ -14,7 +14,7 @@ class Result:
     """What one chunk gave.
 
     Attributes:
-        values: float32 (values, measures), rows in the order of `nnsweep.plan.keys_of`.
+        values: float32 (values, measures), rows in the order of `nnsweep.chunks.keys_of`.
         facts: Provenance: device, dtype, versions, threads, seconds by phase.
         sessions: One record a session (see `nnsweep.tables.SESSIONS`).
         errors: Row -> why a point that failed has no values.

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from nnsweep import kernel, measures
+from nnsweep.chunks import keys_of
 from nnsweep.engines import Result
 from nnsweep.engines.machine import versions
 from nnsweep.models import model_key, open_model
 from nnsweep.ndif.sessions import Budget, Sessions
-from nnsweep.plan import keys_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tenacity
 
+from nnsweep.chunks import keys_of, pass_ids, split_chunk, split_pass
 from nnsweep.errors import NnsweepError
 from nnsweep.ndif import transport
 from nnsweep.ndif.transport import (
@@ -26,7 +27,6 @@ from nnsweep.ndif.transport import (
     Transient,
     Unfinished,
 )
-from nnsweep.plan import keys_of, pass_ids, split_chunk, split_pass
 from nnsweep.tables import digest, write_atomically, write_json
 
 logger = logging.getLogger(__name__)

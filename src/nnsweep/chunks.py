@@ -1,0 +1,129 @@
+"""What a chunk is: its passes, its keys, what it costs, and how it is cut smaller."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from nnsweep.tables import digest
+
+Plain = dict[str, Any]
+
+
+def pass_records(chunk: Plain) -> list[Plain]:
+    """What a later plan must know of a chunk's passes, in order."""
+    return [
+        {"block": block_name(block["row_keys"])}
+        | {key: item[key] for key in ("pass_id", "start", "points")}
+        for block in chunk["blocks"]
+        for item in block["passes"]
+    ]
+
+
+def block_name(row_keys: Sequence[str]) -> str:
+    """Name of a block by its rows."""
+    return digest(list(row_keys))
+
+
+def pass_ids(chunk: Plain) -> list[str]:
+    """The ids of a chunk's passes, in order."""
+    return [p["pass_id"] for block in chunk["blocks"] for p in block["passes"]]
+
+
+def split_chunk(chunk: Plain, size: int) -> list[Plain]:
+    """Cut a chunk into parts of at most `size` whole passes; no pass changes."""
+    places = [
+        (b, p) for b, block in enumerate(chunk["blocks"]) for p in range(len(block["passes"]))
+    ]
+    if len(places) <= size:
+        return [chunk]
+    return [_part(chunk, part) for part in slices(places, size)]
+
+
+def _part(chunk: Plain, places: Sequence[tuple[int, int]]) -> Plain:
+    blocks = []
+    for number, block in enumerate(chunk["blocks"]):
+        kept = [block["passes"][p] for b, p in places if b == number]
+        if kept:
+            blocks.append(block | {"passes": kept})
+    used = {str(n) for b in blocks for p in b["passes"] for e in p["edits"] for n in refs(e)}
+    references = {n: batches for n, batches in chunk["references"].items() if n in used}
+    return chunk | {"blocks": blocks, "references": references}
+
+
+def split_pass(chunk: Plain) -> list[Plain]:
+    """Cut the only pass of a chunk into two halves of its points; none if it holds one point."""
+    block = chunk["blocks"][0]
+    item = block["passes"][0]
+    slots = range(len(item["points"]))
+    if len(slots) < 2:
+        return []
+    return [
+        _part(chunk | {"blocks": [block | {"passes": [_slots(item, part)]}]}, [(0, 0)])
+        for part in slices(slots, (len(slots) + 1) // 2)
+    ]
+
+
+def _slots(item: Plain, kept: Sequence[int]) -> Plain:
+    edits = [e | {"slot": e["slot"] - kept[0]} for e in item["edits"] if e["slot"] in kept]
+    points, resumes = ([item[name][slot] for slot in kept] for name in ("points", "resumes"))
+    return item | {"points": points, "resumes": resumes, "edits": edits}
+
+
+def keys_of(chunk: Plain) -> list[tuple[str, str]]:
+    """(point_key, row_key) of every value row a chunk returns, in the kernel's order."""
+    return [
+        (point, row)
+        for block in chunk["blocks"]
+        for p in block["passes"]
+        for point in p["points"]
+        for row in block["row_keys"]
+    ]
+
+
+def inert_rows(chunks: Iterable[Plain]) -> Counter[str]:
+    """point_key -> on how many rows its values are those of the clean run."""
+    found: Counter[str] = Counter()
+    for chunk in chunks:
+        for block in chunk["blocks"]:
+            for item in block["passes"]:
+                if item["inert"]:
+                    found.update(dict.fromkeys(item["points"], len(block["ids"])))
+    return found
+
+
+def clean_runs(block: Plain) -> int:
+    """Model calls without writes: prompts, donors, and the beginnings that their rows share."""
+    beginnings = bool(block["shared"]) + bool(block["donor_shared"])
+    return 1 + bool(block["donor_ids"]) + beginnings
+
+
+def forward_passes(chunks: Iterable[Plain]) -> int:
+    """Model calls of some chunks: clean runs, reference runs and passes."""
+    return sum(
+        sum(len(batches) for batches in chunk["references"].values())
+        + sum(
+            sum(not item["inert"] for item in block["passes"]) + clean_runs(block)
+            for block in chunk["blocks"]
+        )
+        for chunk in chunks
+    )
+
+
+def naive_passes(chunks: Iterable[Plain]) -> int:
+    """Model calls of a loop over the same rows that runs prompt and donor anew for every point."""
+    return sum(
+        len(item["points"]) * (1 + bool(block["donor_ids"]))
+        for chunk in chunks
+        for block in chunk["blocks"]
+        for item in block["passes"]
+    )
+
+
+def slices[Item](items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Items in slices of `size`, the last one with what is left."""
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def refs(edit: Plain) -> list[int]:
+    """Numbers of the means that an edit reads."""
+    return [edit["operand"][side] for side in ("plus", "minus") if side in edit["operand"]]
