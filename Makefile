@@ -41,9 +41,10 @@ demo-ndif: .venv/nnsweep .venv-ndif/deps ## Start a local NDIF, run the default 
 
 ndif-env: .venv-ndif/deps ## Install the environment of `nnsweep ndif serve`
 
-.venv-ndif/deps: envs/ndif-server.lock envs/find_python.sh
-	@$$(sh envs/find_python.sh) -m venv --clear .venv-ndif
-	@echo "Installing the NDIF server's environment into .venv-ndif (2 to 4 minutes)"
+.venv-ndif/deps: envs/ndif-server.lock envs/link_packages.py .venv/deps
+	@$(PY) -m venv --clear .venv-ndif
+	@echo "Installing the NDIF server's environment into .venv-ndif (1 minute; torch is linked from .venv)"
+	@$(PY) envs/link_packages.py .venv-ndif envs/ndif-server.lock
 	@.venv-ndif/bin/python -m pip install --quiet --requirement envs/ndif-server.lock
 	@touch $@
 
@@ -51,8 +52,8 @@ test: .venv/nnsweep .venv/dev .venv-ndif/deps ## Run all tests
 	@PATH="$(BIN):$$PATH" $(PY) -m pytest tests
 
 lint: .venv/nnsweep .venv/dev ## Format and type checks, snakefmt, snakemake --lint
-	@$(BIN)/ruff format --check src scripts tests bench
-	@$(BIN)/ruff check src scripts tests bench
+	@$(BIN)/ruff format --check src scripts tests bench envs
+	@$(BIN)/ruff check src scripts tests bench envs
 	@$(BIN)/mypy
 	@$(BIN)/snakefmt --check Snakefile workflow
 	@$(SNAKEMAKE) --lint
@@ -60,9 +61,10 @@ lint: .venv/nnsweep .venv/dev ## Format and type checks, snakefmt, snakemake --l
 bench: .venv/nnsweep .venv/dev .venv-bench/deps ## Compare with hooks, nnsight, TransformerLens and pyvene
 	@PATH="$(BIN):$$PATH" $(PY) bench/run.py
 
-.venv-bench/deps: envs/bench-peers.lock envs/find_python.sh
-	@$$(sh envs/find_python.sh) -m venv --clear .venv-bench
-	@echo "Installing TransformerLens and pyvene into .venv-bench (2 to 4 minutes, about 6 GB with CUDA)"
+.venv-bench/deps: envs/bench-peers.lock envs/link_packages.py .venv/deps
+	@$(PY) -m venv --clear .venv-bench
+	@echo "Installing TransformerLens and pyvene into .venv-bench (1 minute; torch is linked from .venv)"
+	@$(PY) envs/link_packages.py .venv-bench envs/bench-peers.lock
 	@.venv-bench/bin/python -m pip install --quiet --requirement envs/bench-peers.lock
 	@touch $@
 
