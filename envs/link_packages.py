@@ -1,8 +1,8 @@
 """Give a new environment the packages that .venv already holds, as hard links.
 
-torch and the CUDA libraries take about 6 GB an environment. Where TARGET's lock pins the version that
-the environment of this Python holds, its files are linked and pip then finds them installed. Where
-links cannot be made (another file system) nothing is done and pip installs as usual.
+torch and the CUDA libraries take about 6 GB an environment. Where TARGET's lock pins the version
+that the environment of this Python holds, its files are linked and pip then finds them installed.
+Where links cannot be made (another file system) nothing is done and pip installs as usual.
 
     .venv/bin/python envs/link_packages.py .venv-ndif envs/ndif-server.lock
 """
@@ -25,6 +25,7 @@ def pins(lock: Path) -> dict[str, str]:
 
 
 def link(package: Distribution, source: Path, target: Path) -> None:
+    """Hard-link every file of a package into another site-packages; OSError where it cannot be."""
     for file in package.files or []:
         path = source / file
         if ".." in file.parts or not path.is_file():
@@ -36,6 +37,7 @@ def link(package: Distribution, source: Path, target: Path) -> None:
 
 
 def main(environment: str, lock: str) -> None:
+    """Link what both environments pin alike; nothing where links between them cannot be made."""
     wanted = pins(Path(lock))
     for package in distributions():
         name = package.name.lower()
