@@ -46,7 +46,7 @@ def _part(chunk: Plain, places: Sequence[tuple[int, int]]) -> Plain:
         if kept:
             blocks.append(block | {"passes": kept})
     used = {str(n) for b in blocks for p in b["passes"] for e in p["edits"] for n in refs(e)}
-    references = {n: batches for n, batches in chunk["references"].items() if n in used}
+    references = {n: wanted for n, wanted in chunk["references"].items() if n in used}
     return chunk | {"blocks": blocks, "references": references}
 
 
@@ -97,12 +97,18 @@ def clean_runs(block: Plain) -> int:
     return 1 + bool(block["donor_ids"]) + beginnings
 
 
+def pass_runs(item: Plain) -> int:
+    """Model calls of a pass: its own, and one for each prompt that its patches run under writes."""
+    chained = {edit["operand"]["kind"] for edit in item["edits"] if "chain" in edit["operand"]}
+    return 0 if item["inert"] else 1 + len(chained)
+
+
 def forward_passes(chunks: Iterable[Plain]) -> int:
     """Model calls of some chunks: clean runs, reference runs and passes."""
     return sum(
-        sum(len(batches) for batches in chunk["references"].values())
+        sum(len(wanted["batches"]) for wanted in chunk["references"].values())
         + sum(
-            sum(not item["inert"] for item in block["passes"]) + clean_runs(block)
+            sum(pass_runs(item) for item in block["passes"]) + clean_runs(block)
             for block in chunk["blocks"]
         )
         for chunk in chunks
@@ -125,5 +131,20 @@ def slices[Item](items: Sequence[Item], size: int) -> list[Sequence[Item]]:
 
 
 def refs(edit: Plain) -> list[int]:
-    """Numbers of the means that an edit reads."""
-    return [edit["operand"][side] for side in ("plus", "minus") if side in edit["operand"]]
+    """Numbers of the reference sets that an edit reads, also through the writes of a chain."""
+    operand = edit["operand"]
+    own = [operand[side] for side in ("plus", "minus") if side in operand]
+    return own + [number for under in operand.get("under", []) for number in refs(under)]
+
+
+WIDTHS = {"top_k": 2}
+"""Numbers that a measure returns for each of its `k`."""
+
+
+def columns(measures: Sequence[Plain]) -> list[str]:
+    """Names of the columns that a session returns: NAME, or NAME.0, NAME.1, ... of a list."""
+    found = []
+    for spec in measures:
+        count = WIDTHS.get(spec["kind"], 0) * spec.get("k", 0)
+        found += [f"{spec['name']}.{i}" for i in range(count)] or [spec["name"]]
+    return found

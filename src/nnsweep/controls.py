@@ -1,11 +1,16 @@
 """Null controls: writes whose effect is known before they run (see docs/checks.md)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from nnsweep.sweep import AGAINST_CLEAN
+
+AGAINST = (*AGAINST_CLEAN, "lens")
+"""Kinds that differ from the donor's even where the run ends as the donor's does."""
+
+Plain = dict[str, Any]
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1.0, "float16": 0.1}
 """Largest difference of a measure that a control may show, by dtype; bfloat16 noise on a logit was
@@ -22,6 +27,15 @@ EXPECTED = {
     "full_donor": ("donor", "the donor's whole residual stream written at the last layer"),
 }
 """Control -> (the run it must equal, what it does)."""
+
+
+def compared(measures: Sequence[Plain]) -> dict[str, str]:
+    """Column -> kind of the measures that controls compare; lists of tokens have near ties."""
+    return {
+        spec["name"]: "lens" if "lens" in spec else spec["kind"]
+        for spec in measures
+        if spec["kind"] != "top_k"
+    }
 
 
 def judge(table: pa.Table, measures: Mapping[str, str], dtype: str) -> dict[str, dict[str, Any]]:
@@ -53,7 +67,7 @@ def _verdict(
 ) -> dict[str, Any]:
     equals, what = EXPECTED[name]
     verdict: dict[str, Any] = {"what": what, "equals": equals, "tolerance": TOLERANCE[dtype]}
-    compared = [m for m, kind in measures.items() if equals == "clean" or kind not in AGAINST_CLEAN]
+    compared = [m for m, kind in measures.items() if equals == "clean" or kind not in AGAINST]
     if name not in runs or not compared:
         reason = "no donor prompts of the same length as the prompts"
         if name in runs:

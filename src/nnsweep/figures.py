@@ -13,8 +13,14 @@ from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from nnsweep.measures import REGISTRY
+from nnsweep.summary import LENS_AXIS, of_measure
 from nnsweep.sweep import Sweep, axis_kinds
-from nnsweep.tables import read_table, summary_schema, values_schema, write_atomically
+from nnsweep.tables import (
+    read_table,
+    read_values,
+    summary_schema,
+    write_atomically,
+)
 
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "nnsweep",
@@ -25,6 +31,8 @@ STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
 }
 MOST_PANELS = 24
+FIRST = (LENS_AXIS, "layer")
+"""Axes that run to the right."""
 ABOUT_ZERO = ("logit_diff", "recovery")
 """Kinds of measure whose sign matters: drawn with a diverging map centred on zero."""
 
@@ -32,11 +40,10 @@ ABOUT_ZERO = ("logit_diff", "recovery")
 def plot_measure(sweep: Sweep, measure: str, summary: Path, values: Path, output: Path) -> None:
     """Rule plot_measures: draw one measure as SVG (the same bytes every time)."""
     kinds = axis_kinds(sweep)
-    frame = read_table(summary, summary_schema(kinds)).to_pandas()
-    frame = frame[frame["measure"] == measure].reset_index(drop=True)
+    frame = of_measure(read_table(summary, summary_schema(kinds)).to_pandas(), measure)
     with mpl.rc_context(STYLE):
-        if len(frame) == 1:
-            rows = read_table(values, values_schema(kinds, list(sweep.measures)))
+        if len(frame) == 1 and frame["measure"][0] == measure:
+            rows = read_values(values, kinds, sweep.measures)
             figure = draw_rows(sweep, measure, frame, rows.select(["row_id", measure]).to_pandas())
         else:
             figure = draw(sweep, measure, frame)
@@ -49,7 +56,11 @@ def plot_measure(sweep: Sweep, measure: str, summary: Path, values: Path, output
 
 def draw(sweep: Sweep, measure: str, frame: pd.DataFrame) -> Figure:
     """Choose the picture from the number of swept axes."""
-    axes = [name for name in sweep.axes if frame[name].nunique() > 1]
+    axes = [
+        name for name in [*sweep.axes, LENS_AXIS] if name in frame and frame[name].nunique() > 1
+    ]
+    if not axes and LENS_AXIS in frame:
+        axes = [LENS_AXIS]
     shown, panels = _split(sweep, axes)
     cells = [dict(zip(panels, cell, strict=True)) for cell in _cells(frame, panels)]
     kept = cells[:MOST_PANELS]
@@ -94,8 +105,7 @@ def draw_rows(sweep: Sweep, measure: str, frame: pd.DataFrame, rows: pd.DataFram
 
 def _split(sweep: Sweep, axes: Sequence[str]) -> tuple[list[str], list[str]]:
     """Axes drawn inside a panel (layers first), and axes that become panels."""
-    kinds = axis_kinds(sweep)
-    order = sorted(axes, key=lambda name: (name != "layer", kinds[name] == "string"))
+    order = sorted(axes, key=lambda name: (name not in FIRST, _is_text(sweep, name)))
     return order[:2], order[2:]
 
 
@@ -164,12 +174,12 @@ def _heat_map(
         labels([_label(value) for value in values[::step]])
     axis.set_xlabel(shown[0])
     axis.set_ylabel(shown[1])
-    if axis_kinds(sweep)[shown[1]] == "string":
+    if _is_text(sweep, shown[1]):
         axis.invert_yaxis()
 
 
 def _line(axis: Axes, sweep: Sweep, measure: str, frame: pd.DataFrame, name: str) -> None:
-    numeric = axis_kinds(sweep)[name] != "string"
+    numeric = not _is_text(sweep, name)
     place = frame[name].to_numpy(dtype=float) if numeric else np.arange(len(frame))
     axis.fill_between(place, frame["ci_low"], frame["ci_high"], alpha=0.25, linewidth=0)
     axis.plot(place, frame["mean"], marker="o", markersize=3)
@@ -202,6 +212,10 @@ def _title(sweep: Sweep, measure: str, frame: pd.DataFrame, hidden: int) -> str:
     rows = f"n = {low}" if low == high else f"n = {low} to {high}"
     more = f", {hidden} panels not drawn" if hidden else ""
     return f"{sweep.name}: {what}, mean over prompt rows ({rows}{more})"
+
+
+def _is_text(sweep: Sweep, name: str) -> bool:
+    return axis_kinds(sweep).get(name) == "string"
 
 
 def _label(value: Any) -> str:

@@ -1,10 +1,20 @@
 """Axes become points: values, combinations, exclusions, and every write resolved."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from nnsweep.errors import UserError
-from nnsweep.sweep import HEADED, Range, Sweep, axis_kinds, position_spec, references
+from nnsweep.sweep import (
+    HEADED,
+    LAYERLESS,
+    Range,
+    Sweep,
+    Write,
+    axis_kinds,
+    position_spec,
+    references,
+)
 from nnsweep.tables import digest
 
 
@@ -41,6 +51,8 @@ def _checked_axis(
     if axis == "all" and len(set(bounds)) > 1:
         sizes = {field: limits[field] for field in sorted(fields & limits.keys())}
         raise UserError(f"axes.{name}: 'all' is not one number here: {sizes}. List the values.")
+    if axis == "all" and not bounds:
+        raise UserError(f"axes.{name}: this model has no {' or '.join(sorted(fields))} to count.")
     if axis == "all":
         values: list[Any] = list(range(min(bounds)))
     else:
@@ -97,18 +109,112 @@ def _matches(cell: dict[str, Any], rule: dict[str, Any]) -> bool:
     )
 
 
-def resolve_writes(sweep: Sweep, cell: dict[str, Any]) -> list[dict[str, Any]]:
-    """The sweep's writes with every `$axis` replaced by this cell's value (plain data)."""
+WHOLE = ("set", "mix", "clamp", "knockout")
+"""Operations that act on each component alone, so that all heads are one write."""
 
-    def at(value: Any) -> Any:
-        return cell[value[1:]] if isinstance(value, str) and value.startswith("$") else value
 
+def resolve_writes(
+    sweep: Sweep, cell: dict[str, Any], limits: dict[str, int]
+) -> list[dict[str, Any]]:
+    """The sweep's writes with every `$axis` replaced by this cell's value (plain data).
+
+    One write a layer and head; a patch says where it reads, and under which writes.
+    """
+    runs = {
+        name: {"prompt": run.prompt, "under": _resolved(run.writes, cell, limits)}
+        for name, run in sweep.runs.items()
+    }
+    return [_chained(write, runs) for write in _resolved(sweep.writes, cell, limits)]
+
+
+def _resolved(
+    writes: Sequence[Write], cell: dict[str, Any], limits: dict[str, int]
+) -> list[dict[str, Any]]:
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items() if item is not None}
-        return at(value)
+        return cell[value[1:]] if isinstance(value, str) and value.startswith("$") else value
 
-    return [plain(write.model_dump()) for write in sweep.writes]
+    found = (one for write in writes for one in _spread(plain(write.model_dump()), limits))
+    return [_patched(write) for write in found]
+
+
+def _spread(write: dict[str, Any], limits: dict[str, int]) -> list[dict[str, Any]]:
+    """One write for each layer and head; all heads at once where the operation allows it."""
+    layers, heads = write.pop("layers", None), write.pop("heads", None)
+    if isinstance(write.get("units"), int):
+        write["units"] = [write["units"]]
+    found = [write]
+    if layers is not None:
+        every = range(limits["layer"]) if layers == "all" else layers
+        found = [one | {"layer": layer} for one in found for layer in every]
+    if heads == "all" and any(op in write for op in WHOLE):
+        return [one | {"heads": "all"} for one in found]
+    if heads is not None:
+        every = range(limits[HEADED[write["site"]]]) if heads == "all" else heads
+        found = [one | {"head": head} for one in found for head in every]
+    return found
+
+
+PLACE = ("site", "layer", "head", "heads", "units", "position", "keys")
+
+
+def _patched(write: dict[str, Any]) -> dict[str, Any]:
+    """The write with the place of its patch filled in from its own."""
+    source = write["mix"]["source"] if "mix" in write else write.get("set")
+    if source == "donor":
+        source = {"patch": "donor"}
+    if not isinstance(source, dict) or "patch" not in source:
+        return write
+    site = source.get("site", write["site"])
+    own = {name: write[name] for name in PLACE if name in write}
+    if site not in HEADED or "head" in source:
+        own.pop("heads", None)
+    if site not in HEADED:
+        own.pop("head", None)
+    if site in LAYERLESS:
+        own.pop("layer", None)
+    return _with_source(write, own | source)
+
+
+def _with_source(write: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
+    if "mix" in write:
+        return write | {"mix": write["mix"] | {"source": source}}
+    return write | {"set": source}
+
+
+def _chained(write: dict[str, Any], runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The write with the run that its patch names, in the place of the name."""
+    source = write["mix"]["source"] if "mix" in write else write.get("set")
+    if not isinstance(source, dict) or source.get("patch") not in runs:
+        return write
+    run = runs[source["patch"]]
+    return _with_source(write, source | {"patch": run["prompt"], "under": run["under"]})
+
+
+def position_names(write: dict[str, Any]) -> set[str]:
+    """Names of all positions that a resolved write touches or reads."""
+    source = write["mix"]["source"] if "mix" in write else write.get("set")
+    found = {write["position"], write.get("keys", write["position"])}
+    if isinstance(source, dict) and "patch" in source:
+        found |= {source["position"], source.get("keys", source["position"])}
+        found |= {name for under in source.get("under", []) for name in position_names(under)}
+    return found
+
+
+def by_content(sweep: Sweep, write: dict[str, Any]) -> dict[str, Any]:
+    """A resolved write with the meaning of its positions in the place of their names."""
+    return {key: _by_content(sweep, key, value) for key, value in write.items()}
+
+
+def _by_content(sweep: Sweep, key: str, value: Any) -> Any:
+    if key in ("position", "keys"):
+        return position_spec(sweep, value)
+    if isinstance(value, dict):
+        return by_content(sweep, value)
+    if key == "under":
+        return [by_content(sweep, under) for under in value]
+    return value
 
 
 def expand(
@@ -118,18 +224,18 @@ def expand(
 
     Args:
         sweep: The sweep.
-        limits: How many of `layer`, `head` and `kv_head` the model has.
+        limits: How many of `layer`, `head`, `kv_head` and `unit` the model has.
 
     Raises:
         UserError: an index out of range, or two points that are the same experiment.
     """
     values = axis_values(sweep, limits)
-    points = [(cell, resolve_writes(sweep, cell)) for cell in grid(sweep, values)]
+    points = [(cell, resolve_writes(sweep, cell, limits)) for cell in grid(sweep, values)]
     seen: dict[str, dict[str, Any]] = {}
     for cell, writes in points:
         for write in writes:
             _in_range(write, limits)
-        meaning = [w | {"position": position_spec(sweep, w["position"])} for w in writes]
+        meaning = [by_content(sweep, write) for write in writes]
         twin = seen.setdefault(digest(meaning), cell)
         if twin is not cell:
             raise UserError(f"axes: {twin} and {cell} are the same point. Remove one.")
@@ -137,8 +243,15 @@ def expand(
 
 
 def _in_range(write: dict[str, Any], limits: dict[str, int]) -> None:
-    for field, kind in (("layer", "layer"), ("head", HEADED.get(write["site"], "head"))):
-        value, limit = write.get(field), limits[kind]
-        if value is not None and not 0 <= value < limit:
-            what = kind.replace("kv_", "key-value ")
-            raise UserError(f"writes: {what} {value} is outside 0..{limit - 1}.")
+    """Refuse a layer, head or neuron that the model does not have, also of what is patched in."""
+    source = write["mix"]["source"] if "mix" in write else write.get("set")
+    for place in (write, source if isinstance(source, dict) and "patch" in source else {}):
+        head = HEADED.get(place.get("site", ""), "head")
+        found = [("layer", place.get("layer")), (head, place.get("head"))]
+        found += [("unit", unit) for unit in place.get("units", [])]
+        for kind, value in found:
+            if value is not None and not 0 <= value < limits.get(kind, value + 1):
+                what = kind.replace("kv_", "key-value ")
+                raise UserError(f"writes: {what} {value} is outside 0..{limits[kind] - 1}.")
+        for under in place.get("under", []):
+            _in_range(under, limits)

@@ -13,14 +13,22 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from nnsweep import prompts as prompt_rows
-from nnsweep.chunks import forward_passes, inert_rows, keys_of, naive_passes, pass_ids, pass_records
+from nnsweep.chunks import (
+    columns,
+    forward_passes,
+    inert_rows,
+    keys_of,
+    naive_passes,
+    pass_ids,
+    pass_records,
+)
 from nnsweep.config import Config
 from nnsweep.documents import parse, read_yaml
 from nnsweep.errors import NnsweepError, UserError
 from nnsweep.grid import expand
 from nnsweep.plan import Plan, Settings, identity, make_plan
 from nnsweep.sites import limits_of
-from nnsweep.sweep import Sweep, axis_kinds
+from nnsweep.sweep import GUARDED, Sweep, axis_kinds
 from nnsweep.tables import (
     digest,
     part_schema,
@@ -131,6 +139,7 @@ def plan_summary(plan: Plan, settings: Settings) -> Plain:
         "controls": plan.controls and plan.controls["chunk_id"],
         "sample": plan.sample and plan.sample["chunk_id"],
         "points": len(plan.points),
+        "measures": plan.measures,
         "inert_rows": sum(inert_rows(plan.chunks).values()),
         "forward_passes": forward_passes(plan.chunks),
         "forward_passes_naive": naive_passes(plan.chunks),
@@ -147,15 +156,15 @@ def plan_line(plan: Plan) -> str:
 def points_table(sweep: Sweep, plan: Plan) -> pa.Table:
     """points.parquet: every point in order."""
     schema, inert = points_schema(axis_kinds(sweep)), inert_rows(plan.chunks)
-    columns: dict[str, list[Any]] = {
+    found: dict[str, list[Any]] = {
         "point_id": [point.point_id for point in plan.points],
         "point_key": [point.point_key for point in plan.points],
         "writes": [json.dumps(point.writes, sort_keys=True) for point in plan.points],
         "inert_rows": [inert[point.point_key] for point in plan.points],
     }
     for name in sweep.axes:
-        columns[name] = [point.cell[name] for point in plan.points]
-    return pa.table({name: columns[name] for name in schema.names}, schema=schema)
+        found[name] = [point.cell[name] for point in plan.points]
+    return pa.table({name: found[name] for name in schema.names}, schema=schema)
 
 
 def load_vector(spec: Plain, layer: int | None) -> list[float]:
@@ -215,9 +224,8 @@ def run_chunk(
         "engine": engine,
     }
     write_json(facts, found)
-    names = [spec["name"] for spec in plan["measures"]]
     table = part_table(plan, keys, result.values, result.errors)
-    write_table(part, table, part_schema(names))
+    write_table(part, table, part_schema(columns(plan["measures"])))
     shutil.rmtree(journal, ignore_errors=True)
 
 
@@ -302,34 +310,35 @@ def part_table(
     import numpy as np
 
     array = values.numpy()
-    specs = plan["measures"]
+    specs = {name: spec for spec in plan["measures"] for name in columns([spec])}
     bad = ~np.isfinite(array)
-    guarded = np.array([spec["kind"] == "recovery" for spec in specs])
+    guarded = np.array([spec["kind"] in GUARDED for spec in specs.values()])
     errors = (bad & ~guarded).any(axis=1)
     reasons = [_reason(specs, row) if row.any() else None for row in bad]
     for row, why in failed.items():
         errors[row], reasons[row] = True, why
-    columns = {
+    found = {
         "point_key": pa.array([point for point, _ in keys], pa.string()),
         "row_key": pa.array([row for _, row in keys], pa.string()),
         "status": pa.array(["error" if error else "ok" for error in errors], pa.string()),
         "reason": pa.array(reasons, pa.string()),
     }
-    for i, spec in enumerate(specs):
-        columns[spec["name"]] = pa.array(array[:, i], pa.float32(), mask=bad[:, i])
-    return pa.table(columns)
+    for i, name in enumerate(specs):
+        found[name] = pa.array(array[:, i], pa.float32(), mask=bad[:, i])
+    return pa.table(found)
 
 
-def _reason(specs: Sequence[Plain], bad: Any) -> str:
+def _reason(specs: Mapping[str, Plain], bad: Any) -> str:
     parts = []
-    for spec, wrong in zip(specs, bad, strict=True):
+    for (name, spec), wrong in zip(specs.items(), bad, strict=True):
         if wrong and spec["kind"] == "recovery":
             parts.append(
-                f"{spec['name']}: clean and donor differ in {spec['of']} by less than "
-                f"{spec['min_gap']}"
+                f"{name}: clean and donor differ in {spec['of']} by less than {spec['min_gap']}"
             )
+        elif wrong and spec["kind"] == "cosine":
+            parts.append(f"{name}: an activation of length 0 has no direction")
         elif wrong:
-            parts.append(f"{spec['name']} is not finite")
+            parts.append(f"{name} is not finite")
     return "; ".join(parts)
 
 

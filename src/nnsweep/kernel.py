@@ -1,7 +1,7 @@
 """What happens inside a session: capture, skip, write, measure.
 
 This file travels to the server as it is, so it uses torch and builtins only, and reads a chunk
-(see `nnsweep.plan`) as plain lists. Each traced `with` stands in a small function of its own with
+(see `nnsweep.plan`) as plain lists. The traced `with` stands in a small function of its own with
 explicit arguments: nnsight reads the block's variables from the frame, and a shared name can hand
 it a value of an earlier turn of a loop. Every name a chunk needs comes in as an argument.
 """
@@ -25,95 +25,133 @@ def run_chunk(model, chunk, functions, report):
         report: Called with one line of progress after each pass.
 
     Returns:
-        float32 tensor (values, measures) on the CPU, rows in the plan's order.
+        float32 tensor (values, columns) on the CPU, rows in the plan's order.
     """
-    shape = chunk["model"]["shape"]
-    means = {
-        number: reference_mean(model, shape, batches)
-        for number, batches in chunk["references"].items()
+    tools = {"shape": chunk["model"]["shape"], "measures": chunk["measures"]}
+    tools["functions"] = functions
+    tools["references"] = {
+        number: reference_values(model, tools, wanted)
+        for number, wanted in chunk["references"].items()
     }
     total = sum(len(block["passes"]) for block in chunk["blocks"])
     parts = []
     for block in chunk["blocks"]:
-        state = clean_state(model, shape, block, chunk["measures"])
+        tools["reads"] = [read_of(block, read, "base") for read in chunk["reads"]]
+        tools["donor_reads"] = [read_of(block, read, "donor") for read in chunk["reads"]]
+        state = clean_state(model, tools, block)
         for item in block["passes"]:
             if item["inert"]:
-                logits = state["clean"]["logits"].repeat(len(item["points"]), 1)
+                run = repeated(state["clean"], len(item["points"]))
             else:
-                logits = run_pass(model, shape, block, item, state, means)
-            parts.append(measured(chunk["measures"], functions, logits, block, item, state))
+                run = run_pass(model, tools, block, item, state)
+            parts.append(measured(tools, run, block, state))
             report(f"{len(parts)}/{total} passes")
     return torch.cat(parts)
 
 
-# --- clean runs -------------------------------------------------------------------------------
+def repeated(run, count):
+    """The clean run, as if that many points had run."""
+    return {
+        "logits": run["logits"].repeat(count, 1),
+        "reads": [value.repeat(count, 1) for value in run["reads"]],
+        "lens": {name: value.repeat(count) for name, value in run["lens"].items()},
+    }
 
 
-def clean_state(model, shape, block, measures):
+# --- runs without writes ----------------------------------------------------------------------
+
+
+def clean_state(model, tools, block):
     """The runs without writes that a block's passes start from and compare with."""
     moving = [item for item in block["passes"] if not item["inert"]]
-    edits = [edit for item in moving for edit in item["edits"]]
+    edits = [deep for item in moving for edit in item["edits"] for deep in with_chains(edit)]
     starts = {}
     for item in moving:
         for resume in item["resumes"]:
             starts[resume] = min(starts.get(resume, item["start"]), item["start"])
-    own = [wanted(edit, block, "base") for edit in edits if edit["operand"]["kind"] == "self"]
-    caching = any(item["start"] for item in moving)
-    ids, at, shared = block["ids"], block["measured"], block["shared"]
-    clean = clean_run(model, shape, ids, at, own, starts, caching, shared)
-    state = {"clean": clean, "donor": None, "starts": starts}
-    theirs = [wanted(edit, block, "donor") for edit in edits if edit["operand"]["kind"] == "donor"]
-    if theirs or any(spec["kind"] == "recovery" for spec in measures):
-        ids, at, shared = block["donor_ids"], block["donor_measured"], block["donor_shared"]
-        state["donor"] = clean_run(model, shape, ids, at, theirs, {}, False, shared)
+    how = {"captures": captures(edits, block, "self"), "starts": starts, "shared": block["shared"]}
+    how |= {"caching": any(item["start"] for item in moving), "reads": tools["reads"]}
+    how |= {"answers": block["answers"]}
+    clean = clean_run(model, tools, block["ids"], block["measured"], how)
+    state = {"clean": clean, "donor": None, "starts": starts, "references": tools["references"]}
+    theirs = captures(edits, block, "donor")
+    specs = tools["measures"]
+    read = any("read" in spec and spec["against"] == "donor" for spec in specs)
+    if theirs or read or any(spec["kind"] == "recovery" for spec in specs):
+        how = {"captures": theirs, "shared": block["donor_shared"]}
+        how |= {"reads": tools["donor_reads"] if read else []}
+        state["donor"] = clean_run(model, tools, block["donor_ids"], block["donor_measured"], how)
     return state
 
 
-def wanted(edit, block, side):
-    """A capture: where, which (row, token) pairs, and the key to find it by."""
-    tap = edit["tap"]
-    rows, tokens = pairs(block["positions"][edit["position"]][side])
-    return {"tap": tap, "rows": rows, "tokens": tokens, "key": capture_key(edit)}
+def with_chains(edit):
+    """An edit and the edits under which its operand is captured."""
+    return [edit, *edit["operand"].get("under", [])]
 
 
-def capture_key(edit):
-    return (edit["tap"]["path"], edit["tap"]["side"], edit["position"])
+def captures(edits, block, kind):
+    """What edits read in a run without writes: key -> (tap, indices)."""
+    side = "donor" if kind == "donor" else "base"
+    operands = [edit["operand"] for edit in edits]
+    return {
+        capture_key(operand): (operand["tap"], indices(operand, block, side))
+        for operand in operands
+        if operand["kind"] == kind and "chain" not in operand
+    }
 
 
-def pairs(places):
-    """[[tokens of row 0], ...] -> flat row and token indices."""
-    rows = [row for row, tokens in enumerate(places) for _ in tokens]
-    return torch.tensor(rows), torch.tensor([token for tokens in places for token in tokens])
+def capture_key(operand):
+    tap = operand["tap"]
+    return (tap["path"], tap["side"], operand["position"], operand.get("keys"))
 
 
-def clean_run(model, shape, ids, at, captures, starts, caching, shared=0):
+def read_of(block, read, side):
+    """A place that measures read: its tap, and of each row the position's last token."""
+    places = block["positions"][read["position"]][side]
+    return {"tap": read["tap"], "at": [tokens[-1] for tokens in places if tokens]}
+
+
+def clean_run(model, tools, ids, at, how):
     """One forward pass without writes.
 
     The first `shared` tokens are the same in all rows and nobody reads them: they are computed
     once, and the rows start from their keys and values.
 
+    Args:
+        model: An nnsight model.
+        tools: Shape, measures and functions.
+        ids: Prompts of one length.
+        at: The token of each row whose logits are measured.
+        how: captures; starts (layer -> first token to keep); shared; caching; reads; answers.
+
     Returns:
-        logits (rows, vocab) at the tokens `at`; captures key -> (pairs, width); residual stream
-        entering layer `resume` from token `starts[resume]` on; keys and values, if `caching`.
+        logits (rows, vocab) at the tokens `at`; captures, key -> (pairs, width); resid, the stream
+        entering a layer from token `starts[layer]` on; reads, a list of (rows, width); lens, name
+        of a measure -> (rows,); cache, keys and values, if `caching`.
     """
-    tokens = torch.tensor(ids)
-    reads = {(read["tap"]["path"], read["tap"]["side"], read["key"][2]): read for read in captures}
-    ordered = sorted(reads.values(), key=lambda read: read["tap"]["order"])
-    steps = [(read["tap"]["order"], "capture", read) for read in ordered]
-    steps += [([resume - 1, LAST], "resid", resume) for resume in starts if resume]
-    steps.sort(key=lambda step: step[0])
-    found = {"resid": {}}
-    kept = at + [
-        int(token) for one in captures if one["tap"]["side"] == "logits" for token in one["tokens"]
-    ]
-    inputs = forward_inputs(shape, tokens, shared, kept)
+    shape, tokens, shared = tools["shape"], torch.tensor(ids), how["shared"]
+    wanted, starts, reads = how["captures"], how.get("starts", {}), how["reads"]
+    steps = [(tap["order"], "capture", (key, tap, found)) for key, (tap, found) in wanted.items()]
+    steps += [([layer - 1, LAST], "keep", (layer, starts[layer])) for layer in starts if layer]
+    steps += [(read["tap"]["order"], "read", number) for number, read in enumerate(reads)]
+    kept = [int(t) for tap, found in wanted.values() if tap["side"] == "logits" for t in found[1]]
+    inputs = forward_inputs(shape, tokens, shared, at + kept)
+    found = new_found(len(reads))
     if shared:
         start_inputs = forward_inputs(shape, tokens[:1, :shared], 0, [shared - 1])
         trace_start(model, tokens[:1, :shared], start_inputs, found)
         inputs["past_key_values"] = spread(found.pop("start"), lambda _: len(ids), shared)
-    trace_clean(model, shape, tokens, inputs, steps, starts, found, caching, shared)
-    found["logits"] = pick(found["logits"], at, tokens.shape[1]).float()
+    caching = how.get("caching", False)
+    job = {"tokens": tokens[:, shared:], "width": tokens.shape[1], "start": shared, "at": at}
+    job |= {"inputs": inputs | {"use_cache": caching or shared > 0}, "caching": caching}
+    job |= {"rows": len(ids), "resumes": [0], "streams": {}, "reads": reads, "edits": []}
+    job |= {"steps": sorted(steps, key=lambda step: step[0]), "answers": how.get("answers")}
+    trace_run(model, tools, job, {}, {}, found)
     return found
+
+
+def new_found(reads):
+    return {"captures": {}, "resid": {}, "reads": [None] * reads, "lens": {}, "carry": {}}
 
 
 def trace_start(model, tokens, inputs, found):
@@ -121,40 +159,35 @@ def trace_start(model, tokens, inputs, found):
         found["start"] = model.output.past_key_values
 
 
-def trace_clean(model, shape, tokens, inputs, steps, starts, found, caching, shared):
-    with model.trace(tokens[:, shared:], use_cache=caching or shared > 0, **inputs):
-        for _, kind, step in steps:
-            if kind == "capture":
-                seen = read(model, step["tap"], len(tokens))
-                shift = tokens.shape[1] - seen.shape[1]
-                found[step["key"]] = seen[step["rows"], step["tokens"] - shift].clone()
-            else:
-                output = layer_at(model, shape, step - 1).output
-                found["more"] = 0 if isinstance(output, torch.Tensor) else len(output) - 1
-                found["resid"][step] = tensor_of(output)[:, starts[step] - shared :].clone()
-        if caching:
-            found["cache"] = model.output.past_key_values
-        found["logits"] = model.output.logits.detach()
+def reference_values(model, tools, wanted):
+    """What is taken of a place over a reference set.
 
-
-def reference_mean(model, shape, batches):
-    """Mean of a place over the rows and tokens of a reference set: float32 (width,)."""
-    total, count = 0, 0
-    for batch in batches:
-        rows, tokens = pairs(batch["at"])
-        read_at = {"tap": batch["tap"], "rows": rows, "tokens": tokens, "key": ("", "", "mean")}
+    Returns:
+        float32; `mean`: (width,) over all rows and tokens; `tokens`: (tokens, width) over the rows;
+        `rows`: key of a row -> (tokens, width).
+    """
+    tap, parts, keys = wanted["tap"], [], []
+    for batch in wanted["batches"]:
+        at = pairs(batch["at"])
         last = [len(ids) - 1 for ids in batch["ids"]]
-        run = clean_run(model, shape, batch["ids"], last, [read_at], {}, False)
-        total = total + run[("", "", "mean")].float().sum(0)
-        count += len(rows)
-    tap = batches[0]["tap"]
-    return (total / count)[tap["low"] : tap["high"]]
+        how = {"captures": {"values": (tap, at)}, "shared": 0, "reads": []}
+        run = clean_run(model, tools, batch["ids"], last, how)
+        values = run["captures"]["values"].float()[:, part_of(tap)]
+        parts += values.split([len(tokens) for tokens in batch["at"]])
+        keys += batch["row_keys"]
+    if wanted["how"] == "mean":
+        return sum(part.sum(0) for part in parts) / sum(len(part) for part in parts)
+    return (
+        torch.stack(parts).mean(0)
+        if wanted["how"] == "tokens"
+        else dict(zip(keys, parts, strict=True))
+    )
 
 
 # --- passes under writes ----------------------------------------------------------------------
 
 
-def run_pass(model, shape, block, item, state, means):
+def run_pass(model, tools, block, item, state):
     """One forward pass that holds one or more points.
 
     Every point skips the layers before its own `resume`: it joins the pass there, with the clean
@@ -162,9 +195,9 @@ def run_pass(model, shape, block, item, state, means):
     clean keys and values.
 
     Returns:
-        logits (points * rows, vocab) at the measured tokens.
+        logits (points * rows, vocab) at the measured tokens, reads and lens as `clean_run`.
     """
-    start, resumes = item["start"], item["resumes"]
+    shape, start, resumes = tools["shape"], item["start"], item["resumes"]
     tokens = torch.tensor(block["ids"])
     at = block["measured"] * len(resumes)
     # Where layers are skipped, the ids only give mask and positions their shape: one row is enough
@@ -177,19 +210,69 @@ def run_pass(model, shape, block, item, state, means):
             lambda layer: sum(resume <= layer for resume in resumes),
             start,
         )
+    state = state | {"chained": chain_runs(model, tools, block, item["edits"], state)}
     early, late = split_edits(shape, item)
     streams = {
-        resume: stream_at(block, resumes, resume, early, state, means, start)
+        resume: stream_at(block, resumes, resume, early, state, start)
         for resume in sorted(set(resumes))
         if resume
     }
-    steps = ordered_steps(shape, resumes[0], streams, late)
+    steps = edit_steps(late) + [
+        ([resume - 1, LAST], "join", resume) for resume in streams if resume > resumes[0]
+    ]
+    steps += [(behind(read["tap"]), "read", number) for number, read in enumerate(tools["reads"])]
+    # The clean keys and values are read all the same; they need not come back with the result.
+    job = {"tokens": shown[:, start:], "width": tokens.shape[1], "start": start, "at": at}
+    job |= {"inputs": inputs | {"use_cache": False}, "caching": False, "reads": tools["reads"]}
+    job |= {"rows": len(block["ids"]), "resumes": resumes, "streams": streams}
+    job |= {"steps": sorted(steps, key=lambda step: step[0]), "answers": block["answers"]}
+    job |= {"edits": item["edits"]}
+    found = new_found(len(tools["reads"]))
+    trace_run(model, tools, job, block, state, found)
+    return found
+
+
+def chain_runs(model, tools, block, edits, state):
+    """Runs under the writes of chains: (chain, capture key) -> (pairs, width).
+
+    All chains of one prompt run in one full pass, each on rows of its own.
+    """
     found = {}
-    suffix, width = shown[:, start:], tokens.shape[1]
-    trace_pass(
-        model, shape, suffix, inputs, item, streams, steps, block, state, means, at, width, found
-    )
-    return found["logits"]
+    for kind, side in (("self", "base"), ("donor", "donor")):
+        operands = [edit["operand"] for edit in edits if "chain" in edit["operand"]]
+        operands = [operand for operand in operands if operand["kind"] == kind]
+        chains = {operand["chain"]: operand["under"] for operand in operands}
+        if chains:
+            ids = block["ids"] if kind == "self" else block["donor_ids"]
+            found |= chain_run(model, tools, block, state, ids, side, chains, operands)
+    return found
+
+
+def chain_run(model, tools, block, state, ids, side, chains, operands):
+    """One full pass under the writes of each chain, which captures what the operands read."""
+    slots = {chain: slot for slot, chain in enumerate(chains)}
+    tokens = torch.tensor(ids).repeat(len(chains), 1)
+    edits = [
+        edit | {"slot": slots[chain], "written": side}
+        for chain, under in chains.items()
+        for edit in under
+    ]
+    wanted = {}
+    for operand in operands:
+        rows, *more = indices(operand, block, side)
+        at = (rows + slots[operand["chain"]] * len(ids), *more)
+        wanted[operand["chain"], capture_key(operand)] = (operand["tap"], at)
+    steps = edit_steps(sorted(edits, key=lambda edit: edit["tap"]["order"]))
+    steps += [(behind(tap), "capture", (key, tap, at)) for key, (tap, at) in wanted.items()]
+    last = [len(one) - 1 for one in ids] * len(chains)
+    inputs = forward_inputs(tools["shape"], tokens, 0, [0])
+    job = {"tokens": tokens, "width": tokens.shape[1], "start": 0, "at": last, "reads": []}
+    job |= {"inputs": inputs | {"use_cache": False}, "caching": False, "rows": len(ids)}
+    job |= {"resumes": [0] * len(chains), "streams": {}, "edits": edits, "answers": None}
+    job |= {"steps": sorted(steps, key=lambda step: step[0])}
+    found = new_found(0)
+    trace_run(model, tools, job, block, state, found)
+    return found["captures"]
 
 
 def written_logits(block, item):
@@ -206,74 +289,136 @@ def written_logits(block, item):
 def split_edits(shape, item):
     """Edits of the very stream that a point joins with, and the others in order of the pass."""
     edits = sorted(item["edits"], key=lambda edit: edit["tap"]["order"])
-    streams = [is_stream(shape, edit, item["resumes"][edit["slot"]]) for edit in edits]
+    streams = [is_stream(shape, edit["tap"], item["resumes"][edit["slot"]]) for edit in edits]
     early = [edit for edit, stream in zip(edits, streams, strict=True) if stream]
     return early, [edit for edit, stream in zip(edits, streams, strict=True) if not stream]
 
 
-def is_stream(shape, edit, resume):
-    """Whether an edit changes the very stream that enters layer `resume`."""
-    tap = edit["tap"]
+def is_stream(shape, tap, resume):
+    """Whether a place is the very stream that enters layer `resume`."""
     return tap["side"] == "output" and tap["path"] == shape["layer_path"].format(layer=resume - 1)
 
 
-def stream_at(block, resumes, resume, early, state, means, start):
+def stream_at(block, resumes, resume, early, state, start):
     """The stream (rows of the points that join at `resume`, tokens, width), early edits applied."""
     first = state["starts"][resume]
     slots = [slot for slot, own in enumerate(resumes) if own == resume]
     stream = state["clean"]["resid"][resume][:, start - first :].repeat(len(slots), 1, 1)
     for edit in early:
         if edit["slot"] in slots:
-            moved = dict(edit, slot=edit["slot"] - slots[0])
-            apply(stream, moved, block, state, means, start)
+            apply(stream, edit | {"slot": edit["slot"] - slots[0]}, block, state, start)
     return stream
 
 
-def ordered_steps(shape, first, streams, late):
-    """What a pass does after its skipped layers, in order: points that join, edits by place."""
-    steps = [([resume - 1, LAST], "join", resume) for resume in streams if resume > first]
+def edit_steps(edits):
+    """Edits in groups of one place, in order.
+
+    What is written to the stream between attention and MLP moves what goes past the MLP too.
+    """
+    carried = {e["tap"]["path"]: e["tap"]["carry"] for e in edits if "carry" in e["tap"]}
+    more = [{"tap": tap, "op": "carry", "from": path} for path, tap in carried.items()]
     groups = {}
-    for edit in late:
+    for edit in sorted(edits + more, key=lambda edit: edit["tap"]["order"]):
         groups.setdefault((edit["tap"]["path"], edit["tap"]["side"]), []).append(edit)
-    steps += [(edits[0]["tap"]["order"], "edit", edits) for edits in groups.values()]
-    return sorted(steps, key=lambda step: step[0])
+    return [(group[0]["tap"]["order"], "edit", group) for group in groups.values()]
 
 
-def trace_pass(
-    model, shape, tokens, inputs, item, streams, steps, block, state, means, at, width, found
-):
-    start, resumes, rows = item["start"], item["resumes"], len(block["ids"])
-    writes_logits = any(kind == "edit" and on_logits(step) for _, kind, step in steps)
-    # The clean keys and values are read all the same; they need not come back with the result.
-    with model.trace(tokens, use_cache=False, **inputs):
-        for layer in range(resumes[0]):
+def behind(tap):
+    """Just behind the writes of a place, and behind the points that join with it."""
+    layer, rank = tap["order"]
+    return [layer, rank + 0.25]
+
+
+# --- one forward pass -------------------------------------------------------------------------
+
+
+def trace_run(model, tools, job, block, state, found):
+    """One forward pass: layers skipped, steps in order, then the logits."""
+    shape = tools["shape"]
+    with model.trace(job["tokens"], **job["inputs"]):
+        for layer in range(job["resumes"][0]):
             # A family whose layers hand out tuples must get a tuple back from a skipped one.
-            more = state["clean"]["more"]
-            stream = streams[resumes[0]]
+            more, stream = state["clean"]["more"], job["streams"][job["resumes"][0]]
             layer_at(model, shape, layer).skip((stream, *[None] * more) if more else stream)
-        for order, kind, step in steps:
-            if kind == "join":
-                lengthen(layer_at(model, shape, step - 1), streams[step])
-            elif not on_logits(step):
-                there = sum(resume <= max(order[0], 0) for resume in resumes)
-                rewrite(model, step, block, state, means, start, there * rows)
-        if shape["head"] and not writes_logits:
+        for order, kind, step in job["steps"]:
+            act(model, shape, job, order, kind, step, block, state, found)
+        if job["reads"]:
+            assemble_reads(shape, job, state, found)
+            lens_columns(model, tools, job, state, found)
+        if job["caching"]:
+            found["cache"] = model.output.past_key_values
+        if shape["head"] and block and not on_logits(job["edits"]):
             head = module_at(model, shape["head"])
-            hidden = pick(head.input, at, width)
-            found["logits"] = unembed(head, hidden, shape["vocab"], rows)
+            hidden = pick(head.input, job["at"], job["width"])
+            found["logits"] = unembed(head, hidden, shape["vocab"], job["rows"])
             head.skip(hidden[:1, None, :1])
         else:
             logits = model.output.logits.detach()
-            for _, kind, step in steps:
-                if kind == "edit" and on_logits(step):
+            for _, kind, step in job["steps"]:
+                if on_logits([] if kind != "edit" else step):
                     logits = logits.clone()
+                    first = job["width"] - logits.shape[1]
                     for edit in step:
-                        apply(logits, edit, block, state, means, start, logits.shape[1])
-            found["logits"] = pick(logits, at, width).float()
+                        apply(logits, edit, block, state, first)
+                elif kind == "capture" and step[1]["side"] == "logits":
+                    first = job["width"] - logits.shape[1]
+                    found["captures"][step[0]] = gather(logits, step[2], first)
+            found["logits"] = pick(logits, job["at"], job["width"]).float()
 
 
 def on_logits(edits):
-    return edits[0]["tap"]["side"] == "logits"
+    return any(edit["tap"]["side"] == "logits" for edit in edits)
+
+
+def act(model, shape, job, order, kind, step, block, state, found):
+    """One step inside a forward pass."""
+    rows = job["rows"] * sum(resume <= max(order[0], 0) for resume in job["resumes"])
+    if kind == "join":
+        lengthen(layer_at(model, shape, step - 1), job["streams"][step])
+    elif kind == "keep":
+        layer, first = step
+        output = layer_at(model, shape, layer - 1).output
+        found["more"] = 0 if isinstance(output, torch.Tensor) else len(output) - 1
+        found["resid"][layer] = tensor_of(output)[:, first - job["start"] :].clone()
+    elif kind == "capture" and step[1]["side"] != "logits":
+        key, tap, at = step
+        found["captures"][key] = gather(read(model, tap, rows), at, job["start"])
+    elif kind == "read" and rows:
+        wanted = job["reads"][step]
+        tokens = torch.tensor(wanted["at"]).repeat(rows // job["rows"]) - job["start"]
+        seen = read(model, wanted["tap"], rows)
+        # Tokens before the first one computed are clean; they are put in afterwards.
+        found["reads"][step] = seen[torch.arange(rows), tokens.clamp_min(0)].clone()
+    elif kind == "edit" and not on_logits(step):
+        rewrite(model, step, block, state, job["start"], rows, found)
+
+
+def rewrite(model, edits, block, state, start, rows, found):
+    """Read one place, apply all edits to a copy, put the copy in its place."""
+    tap = edits[0]["tap"]
+    module = module_at(model, tap["path"])
+    old = module.input if tap["side"] == "input" else module.output
+    before = activation(old, rows)
+    stream = before.clone()
+    for edit in edits:
+        if edit["op"] == "carry":
+            stream = stream + found["carry"].pop(edit["from"])
+        else:
+            apply(stream, edit, block, state, start)
+    if "carry" in tap:
+        found["carry"][tap["path"]] = stream - before
+    new = stream.reshape(tensor_of(old).shape)
+    if tap["side"] == "input":
+        module.input = new
+    else:
+        module.output = new if isinstance(old, torch.Tensor) else (new, *old[1:])
+
+
+def lengthen(module, stream):
+    """Let points join behind a layer, whose output is less to read than the next one's inputs."""
+    old = module.output
+    new = torch.cat([tensor_of(old), stream])
+    module.output = new if isinstance(old, torch.Tensor) else (new, *old[1:])
 
 
 def unembed(head, hidden, vocab, rows):
@@ -288,77 +433,155 @@ def unembed(head, hidden, vocab, rows):
     return torch.cat([head(part).detach().float() for part in hidden.split(size)])
 
 
-def lengthen(module, stream):
-    """Let points join behind a layer, whose output is less to read than the next one's inputs."""
-    old = module.output
-    new = torch.cat([tensor_of(old), stream])
-    module.output = new if isinstance(old, torch.Tensor) else (new, *old[1:])
+def assemble_reads(shape, job, state, found):
+    """Complete what was read: (points * rows, width), of every point, joined or not.
+
+    A point that has not joined yet is clean there; one that joins with this very stream brings it.
+    """
+    rows, resumes = job["rows"], job["resumes"]
+    for number, wanted in enumerate(job["reads"]):
+        seen, tap = found["reads"][number], wanted["tap"]
+        if not state:
+            continue
+        clean, parts = state["clean"]["reads"][number], []
+        late = torch.tensor(wanted["at"]) >= job["start"]
+        for slot, resume in enumerate(resumes):
+            part = clean
+            if resume and is_stream(shape, tap, resume):
+                tokens = (torch.tensor(wanted["at"]) - job["start"]).clamp_min(0)
+                first = (slot - resumes.index(resume)) * rows
+                part = job["streams"][resume][first + torch.arange(rows), tokens]
+            elif resume <= max(tap["order"][0], 0):
+                part = seen[slot * rows : (slot + 1) * rows]
+            parts.append(torch.where(late.to(part.device)[:, None], part, clean))
+        found["reads"][number] = torch.cat(parts)
 
 
-def rewrite(model, edits, block, state, means, start, rows):
-    """Read one place, apply all edits to a copy, put the copy in its place."""
-    tap = edits[0]["tap"]
-    module = module_at(model, tap["path"])
-    old = module.input if tap["side"] == "input" else module.output
-    stream = activation(old, rows).clone()
-    for edit in edits:
-        apply(stream, edit, block, state, means, start)
-    new = stream.reshape(tensor_of(old).shape)
-    if tap["side"] == "input":
-        module.input = new
-    else:
-        module.output = new if isinstance(old, torch.Tensor) else (new, *old[1:])
+def lens_columns(model, tools, job, state, found):
+    """The measures of the logit lens: name -> (points * rows,)."""
+    shape, rows = tools["shape"], job["rows"]
+    clean = (state["clean"] if state else found)["reads"]
+    answers = {name: torch.tensor(ids) for name, ids in (job["answers"] or {}).items()}
+    for spec in tools["measures"]:
+        if "lens" in spec and job["answers"] is not None:
+            logits = lens_logits(model, shape, found["reads"][spec["lens"]], rows)
+            base = lens_logits(model, shape, clean[spec["lens"]], rows)
+            parts = [
+                column(tools["functions"], spec, part, base, answers) for part in logits.split(rows)
+            ]
+            found["lens"][spec["name"]] = torch.cat(parts)
 
 
-def apply(stream, edit, block, state, means, start, kept=None):
+def lens_logits(model, shape, stream, rows):
+    """float32 logits (points * rows, vocab) that the end of the model makes of a stream."""
+    lens = shape["lens"]
+    hidden = module_at(model, lens["norm"])(stream)
+    logits = unembed(module_at(model, lens["head"]), hidden, shape["vocab"], rows)
+    return (
+        logits if lens["softcap"] is None else lens["softcap"] * (logits / lens["softcap"]).tanh()
+    )
+
+
+# --- writes -----------------------------------------------------------------------------------
+
+
+def apply(stream, edit, block, state, start):
     """Write one edit into `stream` (points * rows, tokens, width), in place.
 
-    `start` is the token that stands first in `stream`; for logits, `kept` says how many of the
-    last tokens it holds instead.
+    `start` is the token that stands first in `stream`. Of edges, it is (points * rows, heads,
+    query tokens, key tokens).
     """
-    tap = edit["tap"]
-    rows, tokens = pairs(block["positions"][edit["position"]]["base"])
-    if kept is not None:
-        start = len(block["ids"][0]) - kept
-    place = (rows + edit["slot"] * len(block["ids"]), tokens - start)
-    old = stream[place][:, tap["low"] : tap["high"]]
-    new = operated(old, edit, block, state, means, rows)
-    stream[place[0], place[1], tap["low"] : tap["high"]] = new.to(stream.dtype)
+    tap, side = edit["tap"], edit.get("written", "base")
+    rows, tokens, *keys = indices(edit, block, side)
+    count = len(block["positions"][edit["position"]][side])
+    place, tokens = rows + edit["slot"] * count, tokens - start
+    if keys:
+        old = stream[place, tap["low"] : tap["high"], tokens, keys[0]]
+        new = operated(old, edit, block, state, rows)
+        stream[place, tap["low"] : tap["high"], tokens, keys[0]] = new.to(stream.dtype)
+        return
+    old = stream[place, tokens][:, part_of(tap)]
+    new = operated(old, edit, block, state, rows).to(stream.dtype)
+    if "units" in tap:
+        stream[place[:, None], tokens[:, None], part_of(tap)[None]] = new
+    else:
+        stream[place, tokens, tap["low"] : tap["high"]] = new
 
 
-def operated(old, edit, block, state, means, rows):
+def operated(old, edit, block, state, rows):
     """The new value of `old` (pairs, width) under one edit; sums are taken in float32."""
+    operand, op = edit["operand"], edit["op"]
+    if op == "clamp":
+        return old.clamp(operand.get("low"), operand.get("high"))
+    if op == "noise":
+        return old.float() + operand["std"] * noise(operand["seeds"], rows, old).to(old.device)
+    new = source(old, edit, block, state)
+    if op == "add":
+        return old.float() + operand["scale"] * new
+    if op == "mix":
+        return (1 - operand["weight"]) * old.float() + operand["weight"] * new.float()
+    return rescaled(old, new, operand) if op == "renormalize" else new
+
+
+def rescaled(old, like, operand):
+    """`old` with the lengths of `like`, or with a given length; zero stays zero."""
+    old, like = old.float(), like.float()
+    length = like[:, :1].abs() if operand["kind"] == "number" else like.norm(dim=-1, keepdim=True)
+    own = old.norm(dim=-1, keepdim=True)
+    return torch.where(own > 0, old * (length / own.clamp_min(1e-30)), old)
+
+
+def source(old, edit, block, state):
+    """What an edit sets, adds or mixes in, shaped as `old` (pairs, width)."""
     operand = edit["operand"]
     kind = operand["kind"]
-    if kind == "clamp":
-        return old.clamp(operand.get("low"), operand.get("high"))
-    if kind == "noise":
-        return old.float() + operand["std"] * noise(operand["seeds"], rows, old).to(old.device)
-    new = source(old, edit, state, means)
-    if edit["op"] == "add":
-        return old.float() + operand["scale"] * new
-    if edit["op"] == "mix":
-        return (1 - operand["weight"]) * old.float() + operand["weight"] * new.float()
-    return new
-
-
-def source(old, edit, state, means):
-    """What an edit sets, adds or mixes in, shaped as `old` (pairs, width) or (width,)."""
-    tap, operand = edit["tap"], edit["operand"]
-    kind = operand["kind"]
     if kind in ("donor", "self"):
-        run = state["donor"] if kind == "donor" else state["clean"]
-        return run[capture_key(edit)][:, tap["low"] : tap["high"]]
+        return patched(edit, block, state)
     if kind == "number":
         return torch.full_like(old, operand["value"])
-    return direction(operand, means).to(old.device).expand_as(old)
+    if kind == "lowest":
+        return torch.full_like(old, torch.finfo(old.dtype).min)
+    if kind == "resample":
+        drawn = state["references"][str(operand["plus"])]
+        return torch.cat([drawn[key] for key in operand["partners"]]).to(old.device)
+    vector = direction(operand, state["references"]).to(old.device)
+    if vector.dim() == 2:
+        # One mean for each token of the position, which every row has as many of.
+        return vector.repeat(len(old) // len(vector), 1)
+    return vector.expand_as(old)
 
 
-def direction(operand, means):
+def patched(edit, block, state):
+    """What a patch reads, one line for each token that it is written to."""
+    operand = edit["operand"]
+    key = capture_key(operand)
+    if "chain" in operand:
+        found = state["chained"][operand["chain"], key]
+    else:
+        found = state["donor" if operand["kind"] == "donor" else "clean"]["captures"][key]
+    found = found[:, part_of(operand["tap"])]
+    if "keys" in operand:
+        return found
+    theirs = block["positions"][operand["position"]]
+    counts = [len(tokens) for tokens in theirs["donor" if operand["kind"] == "donor" else "base"]]
+    ours = block["positions"][edit["position"]][edit.get("written", "base")]
+    parts = zip(found.split(counts), ours, strict=True)
+    return torch.cat([matched(part, len(tokens), theirs["mean"]) for part, tokens in parts])
+
+
+def matched(part, count, mean):
+    """The tokens of one row (theirs, width) as (count, width): each, repeated, or their mean."""
+    if mean and len(part) != count:
+        part = part.float().mean(0, keepdim=True).to(part.dtype)
+    return part.expand(count, -1)
+
+
+def direction(operand, references):
     if operand["kind"] == "vector":
         return torch.tensor(operand["values"])
-    vector = means[str(operand["plus"])]
-    return vector - means[str(operand["minus"])] if "minus" in operand else vector
+    vector = references[str(operand["plus"])]
+    vector = vector - references[str(operand["minus"])] if "minus" in operand else vector
+    return vector / vector.norm() if operand.get("normalize") else vector
 
 
 def noise(seeds, rows, old):
@@ -366,42 +589,66 @@ def noise(seeds, rows, old):
     parts = []
     for row, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(seed)
-        parts.append(torch.randn(int((rows == row).sum()), old.shape[-1], generator=generator))
+        shape = (int((rows == row).sum()), *old.shape[1:])
+        parts.append(torch.randn(shape, generator=generator))
     return torch.cat(parts)
 
 
 # --- measuring --------------------------------------------------------------------------------
 
 
-def measured(specs, functions, logits, block, item, state):
-    """All measures of a pass: float32 (points * rows, measures) on the CPU."""
+def measured(tools, run, block, state):
+    """All measures of a pass: float32 (points * rows, columns) on the CPU."""
     rows = len(block["ids"])
     answers = {name: torch.tensor(ids) for name, ids in block["answers"].items()}
-    parts = [logits[low : low + rows] for low in range(0, len(logits), rows)]
-    found = [measured_point(specs, functions, part, answers, state) for part in parts]
+    found = []
+    for low in range(0, len(run["logits"]), rows):
+        part = {
+            "logits": run["logits"][low : low + rows],
+            "reads": [value[low : low + rows] for value in run["reads"]],
+            "lens": {name: value[low : low + rows] for name, value in run["lens"].items()},
+        }
+        found.append(measured_point(tools, part, answers, state))
     return torch.cat(found).detach().cpu()
 
 
-def measured_point(specs, functions, logits, answers, state):
-    """All measures of one point: float32 (rows, measures)."""
-    clean = state["clean"]["logits"]
-    kinds = {spec["name"]: spec for spec in specs}
+def measured_point(tools, run, answers, state):
+    """All measures of one point: float32 (rows, columns)."""
+    functions, clean, logits = tools["functions"], state["clean"]["logits"], run["logits"]
+    kinds = {spec["name"]: spec for spec in tools["measures"]}
     columns = []
-    for spec in specs:
-        if spec["kind"] == "recovery":
+    for spec in tools["measures"]:
+        if "lens" in spec:
+            found = run["lens"][spec["name"]]
+        elif spec["kind"] == "cosine":
+            other = state["donor" if spec["against"] == "donor" else "clean"]["reads"]
+            found = cosine(run["reads"][spec["read"]], other[spec["read"]])
+        elif spec["kind"] == "recovery":
             donor, of = state["donor"]["logits"], kinds[spec["of"]]
             ours, theirs, base = (
-                column(functions, of, run, clean, answers) for run in (logits, donor, clean)
+                column(functions, of, one, clean, answers) for one in (logits, donor, clean)
             )
-            columns.append(recovered(ours, base, theirs, spec["min_gap"]))
+            found = recovered(ours, base, theirs, spec["min_gap"])
         else:
-            columns.append(column(functions, spec, logits, clean, answers))
-    return torch.stack(columns, -1).float()
+            found = column(functions, spec, logits, clean, answers)
+        columns.append(found[:, None] if found.dim() == 1 else found)
+    return torch.cat(columns, -1).float()
 
 
 def column(functions, spec, logits, clean, answers):
+    """A measure of logits (rows, vocab): (rows,), or (rows, numbers) of a list."""
+    if spec["kind"] == "top_k":
+        top = logits.log_softmax(-1).topk(spec["k"])
+        return torch.cat([top.indices.float(), top.values], -1)
     names = spec.get("answers") or ([spec["answer"]] if "answer" in spec else [])
     return functions[spec["kind"]](logits, clean, [answers[name] for name in names])
+
+
+def cosine(ours, theirs):
+    """Cosine of the angle between two activations (rows, width); a zero has no direction."""
+    ours, theirs = ours.float(), theirs.float()
+    lengths = ours.norm(dim=-1) * theirs.norm(dim=-1)
+    return torch.where(lengths > 0, (ours * theirs).sum(-1) / lengths, torch.nan).clamp(-1, 1)
 
 
 def recovered(ours, base, theirs, min_gap):
@@ -411,6 +658,44 @@ def recovered(ours, base, theirs, min_gap):
 
 
 # --- places and inputs ------------------------------------------------------------------------
+
+
+def indices(where, block, side):
+    """Flat (rows, tokens) of a position in each prompt; of edges, (rows, tokens, keys).
+
+    An edge is a query token and a key token that is not behind it.
+    """
+    places = block["positions"][where["position"]][side]
+    if "keys" not in where:
+        return pairs(places)
+    keys = block["positions"][where["keys"]][side]
+    found = [
+        (row, token, key)
+        for row, tokens in enumerate(places)
+        for token in tokens
+        for key in keys[row]
+        if key <= token
+    ]
+    return tuple(torch.tensor(list(column)) for column in zip(*found, strict=True))
+
+
+def pairs(places):
+    """[[tokens of row 0], ...] -> flat row and token indices."""
+    rows = [row for row, tokens in enumerate(places) for _ in tokens]
+    return torch.tensor(rows), torch.tensor([token for tokens in places for token in tokens])
+
+
+def gather(seen, at, start):
+    """Values (pairs, width) of an activation whose first token is number `start`."""
+    rows, tokens, *keys = at
+    if keys:
+        return seen[rows, :, tokens - start, keys[0]].clone()
+    return seen[rows, tokens - start].clone()
+
+
+def part_of(tap):
+    """The slice of the last dimension, or the numbers, that a place consists of."""
+    return torch.tensor(tap["units"]) if "units" in tap else slice(tap["low"], tap["high"])
 
 
 def module_at(model, path):
@@ -429,16 +714,17 @@ def tensor_of(value):
 
 
 def read(model, tap, rows):
-    if tap["side"] == "logits":
-        return model.output.logits
     module = module_at(model, tap["path"])
     return activation(module.input if tap["side"] == "input" else module.output, rows)
 
 
 def activation(value, rows):
-    """The activation as (rows, tokens, width); some families fold rows and tokens into one."""
+    """The activation as (rows, tokens, width); some families fold rows and tokens into one.
+
+    Attention stays (rows, heads, query tokens, key tokens).
+    """
     found = tensor_of(value)
-    return found if found.dim() == 3 else found.reshape(rows, -1, found.shape[-1])
+    return found if found.dim() > 2 else found.reshape(rows, -1, found.shape[-1])
 
 
 def forward_inputs(shape, tokens, start, at):

@@ -169,6 +169,26 @@ REGISTRY: dict[str, Entry] = {
         "the run under the writes",
         "Lin, Divergence measures based on the Shannon entropy, 1991",
     ),
+    "top_k": Entry(
+        None,
+        "tokens",
+        None,
+        None,
+        True,
+        "list of the `k` most likely next tokens, each with its id, its text and its "
+        "log-probability; it is not averaged over rows",
+        _PATCHING,
+    ),
+    "cosine": Entry(
+        None,
+        "cosine",
+        -1,
+        1,
+        False,
+        "cosine of the angle between the activation at the place `read` under the writes and the "
+        "same activation of the clean run, or of the donor's",
+        "Singhal, Modern information retrieval: a brief overview, 2001",
+    ),
     "recovery": Entry(
         None,
         "fraction",
@@ -180,7 +200,7 @@ REGISTRY: dict[str, Entry] = {
         _PATCHING,
     ),
 }
-"""Every kind of measure; `recovery` is a ratio of another one and has no function of its own."""
+"""Every kind of measure; the kernel itself computes those without a function of logits."""
 
 
 def functions() -> dict[str, Function]:

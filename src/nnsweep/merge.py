@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ import pandas as pd
 import pyarrow as pa
 
 from nnsweep import prompts as prompt_rows
-from nnsweep.controls import judge
+from nnsweep.chunks import columns
+from nnsweep.controls import compared, judge
 from nnsweep.errors import CheckFailed, NnsweepError
+from nnsweep.grid import position_names
 from nnsweep.provenance import remote_cost, run_record
-from nnsweep.sweep import Sweep, axis_kinds
+from nnsweep.sweep import Sweep, axis_kinds, watched_positions
 from nnsweep.tables import (
     SESSIONS,
     part_schema,
@@ -44,12 +46,12 @@ def merge_chunks(sweep: Sweep, results: Path, engine: str, output: Path) -> None
         CheckFailed: a value is missing or doubled, or a null control does not hold.
     """
     plan = read_json(results / "plan.json")
-    names = list(sweep.measures)
-    parts = read_parts(output / "chunks", list(plan["chunks"]), names)
-    values = assemble(sweep, results, parts)
+    specs = plan["measures"]
+    parts = read_parts(output / "chunks", list(plan["chunks"]), specs)
+    values = assemble(sweep, results, specs, parts)
     everything = [*plan["chunks"], *filter(None, [plan["controls"]])]
     facts = {name: read_json(output / "chunks" / f"{name}.json") for name in everything}
-    verdict = _judge_controls(sweep, plan, output)
+    verdict = _judge_controls(plan, output, sweep.model.dtype)
     sessions = sessions_table(facts)
     write_table(output / "sessions.parquet", sessions, SESSIONS)
     own = {name: facts[name] for name in plan["chunks"]}
@@ -65,21 +67,20 @@ def merge_chunks(sweep: Sweep, results: Path, engine: str, output: Path) -> None
             f"null control {failed[0]} does not hold: {verdict[failed[0]]}. No values were "
             f"written; see {output / 'run.json'} and docs/checks.md."
         )
-    write_table(output / "values.parquet", values, values_schema(axis_kinds(sweep), names))
+    write_table(output / "values.parquet", values, values.schema)
 
 
-def _judge_controls(sweep: Sweep, plan: Plain, output: Path) -> dict[str, Plain]:
-    name = plan["controls"]
+def _judge_controls(plan: Plain, output: Path, dtype: str) -> dict[str, Plain]:
+    name, specs = plan["controls"], plan["measures"]
     if name is None:
         return {}
-    table = read_table(output / "chunks" / f"{name}.parquet", part_schema(list(sweep.measures)))
-    kinds = {name: measure.kind for name, measure in sweep.measures.items()}
-    return judge(table, kinds, sweep.model.dtype)
+    table = read_table(output / "chunks" / f"{name}.parquet", part_schema(columns(specs)))
+    return judge(table, compared(specs), dtype)
 
 
-def read_parts(folder: Path, names: Sequence[str], measures: list[str]) -> pd.DataFrame:
+def read_parts(folder: Path, names: Sequence[str], specs: Sequence[Plain]) -> pd.DataFrame:
     """All parts of an engine as one frame; a part of another schema is refused."""
-    schema = part_schema(measures)
+    schema = part_schema(columns(specs))
     tables = [read_table(folder / f"{name}.parquet", schema) for name in names]
     frame = pa.concat_tables(tables).to_pandas(types_mapper=_nullable)
     doubled = frame.duplicated(KEYS)
@@ -102,7 +103,7 @@ def _nullable(kind: pa.DataType) -> Any:
     }.get(kind)
 
 
-def assemble(sweep: Sweep, results: Path, parts: pd.DataFrame) -> pa.Table:
+def assemble(sweep: Sweep, results: Path, specs: Sequence[Plain], parts: pd.DataFrame) -> pa.Table:
     """Join parts to points and rows, in the sweep's order, excluded rows included."""
     points = read_table(results / "points.parquet").to_pandas(types_mapper=_nullable)
     rows = prompt_rows.from_table(read_table(results / "prompts.parquet"))
@@ -116,14 +117,44 @@ def assemble(sweep: Sweep, results: Path, parts: pd.DataFrame) -> pa.Table:
     out = whole["excluded"].notna()
     whole.loc[out, "status"] = "excluded"
     whole.loc[out, "reason"] = whole.loc[out, "excluded"]
-    schema = values_schema(axis_kinds(sweep), list(sweep.measures))
+    return _published(sweep, results, specs, whole)
+
+
+def _published(
+    sweep: Sweep, results: Path, specs: Sequence[Plain], whole: pd.DataFrame
+) -> pa.Table:
+    """The columns of values.parquet; lists of tokens get the tokens' texts."""
+    lists = {spec["name"]: spec["k"] for spec in specs if spec["kind"] == "top_k"}
+    if lists:
+        from nnsweep.models import load_tokenizer
+
+        decode = load_tokenizer(read_json(results / "model.json")).decode
+        for name, k in lists.items():
+            whole[name] = token_lists(
+                whole[columns([{"name": name, "kind": "top_k", "k": k}])], decode
+            )
+    schema = values_schema(axis_kinds(sweep), [spec["name"] for spec in specs], lists)
     return pa.Table.from_pandas(whole[schema.names], schema=schema, preserve_index=False)
+
+
+def token_lists(frame: pd.DataFrame, decode: Callable[[list[int]], str]) -> list[Any]:
+    """Ids (first half of the columns) and log-probabilities as one list of tokens a row."""
+    found: list[Any] = []
+    for numbers in frame.to_numpy(dtype=float, na_value=np.nan):
+        ids, log_probs = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+        tokens = [
+            {"id": int(i), "token": decode([int(i)]), "log_prob": p}
+            for i, p in zip(ids, log_probs, strict=True)
+            if not np.isnan(i)
+        ]
+        found.append(tokens or None)
+    return found
 
 
 def sample_values(sweep: Sweep, results: Path, part: Path) -> pa.Table:
     """The values that one part holds, in the form of values.parquet."""
-    names = list(sweep.measures)
-    parts = read_parts(part.parent, [part.stem], names)
+    specs = read_json(results / "plan.json")["measures"]
+    parts = read_parts(part.parent, [part.stem], specs)
     points = read_table(results / "points.parquet").to_pandas(types_mapper=_nullable)
     rows = prompt_rows.from_table(read_table(results / "prompts.parquet"))
     named = pd.DataFrame(
@@ -132,18 +163,19 @@ def sample_values(sweep: Sweep, results: Path, part: Path) -> pa.Table:
     whole = parts.merge(points, on="point_key").merge(named, on="row_key")
     if len(whole) != len(parts):
         raise CheckFailed(f"{part}: values of points or rows that the sweep does not have.")
-    schema = values_schema(axis_kinds(sweep), names)
-    return pa.Table.from_pandas(whole[schema.names], schema=schema, preserve_index=False)
+    return _published(sweep, results, specs, whole)
 
 
 def _exclusions(
     sweep: Sweep, points: pd.DataFrame, rows: Sequence[prompt_rows.PromptRow]
 ) -> list[str | None]:
     """Why each (point, row) is left out, or None, in the order of the cross product."""
+    watched = set(watched_positions(sweep))
     cache: dict[str, list[str | None]] = {}
     found: list[str | None] = []
     for writes in points["writes"]:
-        names = {write["position"] for write in json.loads(writes)} | {sweep.measure_at}
+        resolved = json.loads(writes)
+        names = {name for write in resolved for name in position_names(write)} | watched
         key = " ".join(sorted(names))
         if key not in cache:
             cache[key] = [_excluded(row, sorted(names)) for row in rows]

@@ -10,12 +10,25 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nnsweep.errors import UserError
-from nnsweep.sites import JOINS, PLAIN_HEADS, PROJECTIONS, site_table
+from nnsweep.sites import (
+    ATTENTION_NORMS,
+    DOWN,
+    JOINS,
+    LENS_FAMILIES,
+    MLP_NORMS,
+    PLAIN_HEADS,
+    POST_NORMED,
+    PROJECTIONS,
+    SHARED_SOFTMAX,
+    SOFTMAX,
+    UP,
+    site_table,
+)
 from nnsweep.tables import digest, file_digest, read_json, write_json
 
 if TYPE_CHECKING:
@@ -31,6 +44,12 @@ PACKAGED = {
     }
 }
 """Models that the package index carries as a GGUF file, by our name for them."""
+
+PARALLEL = ("use_parallel_residual", "parallel_attn", "new_decoder_architecture")
+"""Switches of families whose attention and MLP read the same stream."""
+
+BLOOM_NORMED = "apply_residual_connection_post_layernorm"
+"""Bloom's switch for a residual stream that is made of normed streams."""
 
 CONFIG_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -190,16 +209,17 @@ def describe(folder: Path, attention: str) -> dict[str, Any]:
 
     Returns:
         family, layers, heads, kv_heads, head_dim, hidden, vocab, context, parameters; whether
-        forward takes logits_to_keep and position_ids; joins and head (see `nnsweep.sites`), window,
-        layer_path, sites and refused (see `nnsweep.sites.site_table`).
+        forward takes logits_to_keep and position_ids; joins and head (see `nnsweep.sites`), lens,
+        window, layer_path, sites and refused (see `nnsweep.sites.site_table`).
     """
     import inspect
 
     shell = _shell(folder, attention)
     module = shell._module
     config = module.config.get_text_config()
-    sizes = _sizes(config, shell)
-    sites, refused = site_table(config.model_type, _paths(shell), sizes)
+    paths = _paths(shell, config, attention)
+    sizes = _sizes(config, shell, paths)
+    sites, refused = site_table(config.model_type, paths, sizes)
     accepted = inspect.signature(module.forward).parameters
     return sizes | {
         "family": config.model_type,
@@ -210,8 +230,9 @@ def describe(folder: Path, attention: str) -> dict[str, Any]:
         "position_ids": "position_ids" in accepted,
         "window": _window(config),
         "joins": config.model_type in JOINS,
-        "head": _head(module, config.model_type),
-        "layer_path": _paths(shell)["layer"],
+        "head": _head(module) if config.model_type in PLAIN_HEADS else None,
+        "lens": _lens(module, config, paths),
+        "layer_path": paths["layer"],
         "sites": sites,
         "refused": refused,
     }
@@ -233,10 +254,19 @@ def _shell(folder: Path, attention: str) -> Any:
         ) from None
 
 
-def _head(module: Any, family: str) -> str | None:
-    """Path of the output embedding, where its output is the logits; else None."""
+def _head(module: Any) -> str | None:
+    """Path of the output embedding."""
     names = {id(child): name for name, child in module.named_modules()}
-    return names.get(id(module.get_output_embeddings())) if family in PLAIN_HEADS else None
+    return names.get(id(module.get_output_embeddings()))
+
+
+def _lens(module: Any, config: Any, paths: Mapping[str, str | None]) -> dict[str, Any] | None:
+    """How logits come from the residual stream: norm, head, softcap; None where it is not known."""
+    projected = getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size
+    if config.model_type not in LENS_FAMILIES or paths["ln_final"] is None or projected:
+        return None
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return {"norm": paths["ln_final"], "head": _head(module), "softcap": softcap}
 
 
 def _window(config: Any) -> int | None:
@@ -248,7 +278,7 @@ def _window(config: Any) -> int | None:
     return int(window)
 
 
-def _sizes(config: Any, shell: Any) -> dict[str, int]:
+def _sizes(config: Any, shell: Any, paths: Mapping[str, str | None]) -> dict[str, int]:
     heads = int(shell.num_heads)
     hidden = int(shell.hidden_size)
     return {
@@ -257,10 +287,19 @@ def _sizes(config: Any, shell: Any) -> dict[str, int]:
         "head_dim": int(getattr(config, "head_dim", None) or hidden // heads),
         "hidden": hidden,
         "vocab": int(config.vocab_size),
+        "neurons": _neurons(shell._module, paths["down"]),
     }
 
 
-def _paths(shell: Any) -> dict[str, str | None]:
+def _neurons(module: Any, down: str | None) -> int:
+    """How many neurons the MLP of a layer has: the inputs of its down projection."""
+    if down is None:
+        return 0
+    found = module.get_submodule(down.format(layer=0))
+    return int(getattr(found, "in_features", None) or found.weight.shape[0])
+
+
+def _paths(shell: Any, config: Any, attention: str) -> dict[str, str | None]:
     """Plain module paths behind nnterp's names, with `{layer}` for the layer number."""
     names = {id(module): name for name, module in shell._module.named_modules()}
     layer = names[id(shell.layers[0]._module)]
@@ -271,21 +310,53 @@ def _paths(shell: Any) -> dict[str, str | None]:
         path = names.get(id(found._module)) if found is not None else None
         return path and template + path.removeprefix(layer)
 
-    attention = inside("self_attn")
-    children = shell._module.get_submodule(names[id(shell.layers[0].self_attn._module)])
-    names_below = dict(children.named_modules())
-    ending = next((name for name in PROJECTIONS if name in names_below), None)
+    def below(path: str | None, candidates: Sequence[str]) -> str | None:
+        found = (f"{path}.{name}" for name in candidates if path is not None)
+        return next((p for p in found if p.format(layer=0) in names.values()), None)
+
+    attn, mlp = inside("self_attn"), inside("mlp")
+    neurons = template if config.model_type == "opt" else mlp
+    softmax = f"{attn}.source.{SOFTMAX.get(config.model_type, SHARED_SOFTMAX)}"
     return {
         "embed": names[id(shell.embed_tokens._module)],
         "layer": template,
-        "attn": attention,
-        "mlp": inside("mlp"),
-        "projection": f"{attention}.{ending}" if ending else None,
-        **{
-            site: f"{attention}.{site}_proj" if f"{site}_proj" in names_below else None
-            for site in ("q", "k", "v")
-        },
+        "attn": attn,
+        "mlp": mlp,
+        "projection": below(attn, PROJECTIONS),
+        "up": below(neurons, UP),
+        "down": below(neurons, DOWN),
+        "softmax": softmax if attention == "eager" and not _alibi(config) else None,
+        "ln_final": _final_norm(shell, names),
+        **_norms(config, mlp, lambda candidates: below(template, candidates)),
+        **{site: below(attn, [f"{site}_proj"]) for site in ("q", "k", "v")},
     }
+
+
+def _final_norm(shell: Any, names: Mapping[int, str]) -> str | None:
+    """The norm before the output embedding; nnterp does not know phi's."""
+    found = getattr(shell, "ln_final", None)
+    if found is not None:
+        return names.get(id(found._module))
+    return next((name for name in names.values() if name == "model.final_layernorm"), None)
+
+
+def _alibi(config: Any) -> bool:
+    """Whether a falcon takes the branch of its attention that adds position biases."""
+    return config.model_type == "falcon" and bool(config.alibi)
+
+
+def _norms(
+    config: Any, mlp: str | None, below: Callable[[Sequence[str]], str | None]
+) -> dict[str, str | None]:
+    """The norms of a layer, and what reads the stream between attention and MLP."""
+    if config.model_type in POST_NORMED:
+        return {"ln1": None, "ln2": None, "mid": mlp}
+    if not getattr(config, "do_layer_norm_before", True):
+        return {"ln1": None, "ln2": None, "mid": None}
+    parallel = any(getattr(config, name, False) for name in PARALLEL)
+    second = below(MLP_NORMS)
+    sequential = not parallel and not getattr(config, BLOOM_NORMED, False)
+    return {"ln1": below(ATTENTION_NORMS), "ln2": second, "mid": second if sequential else None}
 
 
 def open_model(model: Mapping[str, Any], device: str | None) -> "TransformersModel":

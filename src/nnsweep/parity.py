@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from nnsweep.errors import CheckFailed, UserError
 from nnsweep.measures import REGISTRY
-from nnsweep.sweep import Sweep
+from nnsweep.sweep import GUARDED, Sweep
 from nnsweep.tables import read_json, read_table, write_json, write_table
 
 CLASSES = ("identical", "within", "different", "missing", "extra", "nonfinite")
@@ -193,13 +193,34 @@ def _asked(joined: pd.DataFrame) -> pd.DataFrame:
 
 
 def _values(joined: pd.DataFrame, name: str, kind: str, dtype: str) -> pd.DataFrame:
-    a, b = (joined[f"{name}_{side}"].to_numpy(np.float32) for side in "ab")
+    if kind == "top_k":
+        a, b = _first_difference(joined[f"{name}_a"], joined[f"{name}_b"])
+    else:
+        a, b = (joined[f"{name}_{side}"].to_numpy(np.float32) for side in "ab")
     with np.errstate(invalid="ignore"):
         distance = np.abs(a.astype(np.float64) - b.astype(np.float64))
         step = np.maximum(np.maximum(np.abs(a), np.abs(b)), 1.0).astype(np.float64)
         ulps = distance / (step * EPSILON[dtype])
     classes = _classes(joined, a, b, distance, ulps, kind, dtype)
     return joined.assign(measure=name, a=a, b=b, distance=distance, ulps=ulps, **{"class": classes})
+
+
+def _first_difference(a: pd.Series, b: pd.Series) -> tuple[np.ndarray, np.ndarray]:
+    """Of two lists of tokens, the first ids that differ, or the first ids; NaN without a list."""
+    pairs = [(_ids(one), _ids(other)) for one, other in zip(a, b, strict=True)]
+    first = [
+        next(
+            (pair for pair in zip(*both, strict=False) if pair[0] != pair[1]),
+            (both[0][0], both[1][0]),
+        )
+        for both in pairs
+    ]
+    found = np.array(first, np.float32).reshape(-1, 2)
+    return np.ascontiguousarray(found[:, 0]), np.ascontiguousarray(found[:, 1])
+
+
+def _ids(tokens: Any) -> list[float]:
+    return [token["id"] for token in tokens] if isinstance(tokens, list | np.ndarray) else [np.nan]
 
 
 def _classes(
@@ -219,7 +240,7 @@ def _classes(
     # A ratio without a number is guarded where both engines say ok: its gap is too small.
     ok = (joined["status_a"] == "ok").to_numpy() & (joined["status_b"] == "ok").to_numpy()
     empty = np.isnan(a) & np.isnan(b)
-    guarded = empty & ok & (kind == "recovery")
+    guarded = empty & ok & (kind in GUARDED)
     found = np.where(guarded, "identical", found)
     found = np.where((empty & ~guarded) | np.isinf(a) | np.isinf(b), "nonfinite", found)
     found = np.where(np.isnan(a) != np.isnan(b), "different", found)
@@ -282,7 +303,7 @@ def sentence(verdict: Mapping[str, Any]) -> str:
     parts = [f"{n} {name}" for name, n in classes.items() if n]
     text = f"{total} values of {verdict['points']} points: {', '.join(parts)}"
     if verdict["empty"]:
-        text += f"; {verdict['empty']} guarded ratios have no number on either side"
+        text += f"; {verdict['empty']} guarded values have no number on either side"
     if verdict["largest"]:
         name, size = max(verdict["largest"].items(), key=lambda item: item[1])
         text += f"; largest distance {size:.2g} ({name})"

@@ -15,10 +15,17 @@ from typing import Any
 from nnsweep import SEMANTICS
 from nnsweep.chunks import block_name, refs, slices
 from nnsweep.errors import UserError
-from nnsweep.grid import expand
+from nnsweep.grid import expand, position_names
 from nnsweep.prompts import PromptRow
-from nnsweep.sites import ORDER, limits_of, resumes_at, tap
-from nnsweep.sweep import Sweep, position_spec, uses_donor
+from nnsweep.sites import EDGES, ORDER, limits_of, resumes_at, tap
+from nnsweep.sweep import (
+    HEADED,
+    Measure,
+    Sweep,
+    position_spec,
+    uses_donor,
+    watched_positions,
+)
 from nnsweep.tables import digest
 
 Plain = dict[str, Any]
@@ -64,6 +71,7 @@ class Plan:
     """All that a sweep will run, as plain data."""
 
     points: list[Point]
+    measures: list[Plain]
     chunks: list[Plain]
     controls: Plain | None
     sample: Plain | None
@@ -92,15 +100,14 @@ def make_plan(
         UserError: a site, layer or head that the model does not have.
     """
     cells = expand(sweep, limits_of(model["shape"]))
-    touched = {write["position"] for _, writes in cells for write in writes} | {sweep.measure_at}
-    context = _Context(sweep, model, rows, settings, load_vector, touched)
+    context = _Context(sweep, model, rows, settings, load_vector, cells)
     points = [context.point(cell, writes) for cell, writes in cells]
     known = [record for records in earlier for record in records]
     passes = [p for rowset in _rowsets(points) for p in context.passes(points, rowset, known)]
     groups = _chunked(passes, settings.chunk_passes, earlier)
     chunks = [context.chunk(group) for group in groups]
     sample = context.sample(points, passes) if settings.parity_points else None
-    return Plan(points, chunks, context.controls(points), sample)
+    return Plan(points, context.measures, chunks, context.controls(points), sample)
 
 
 def identity(model: Plain) -> Plain:
@@ -137,30 +144,33 @@ class _Context:
         rows: Sequence[PromptRow],
         settings: Settings,
         load_vector: VectorLoader,
-        touched: set[str],
+        cells: Sequence[tuple[Plain, list[Plain]]],
     ) -> None:
         self.sweep, self.model, self.rows = sweep, model, rows
         self.settings, self.load_vector = settings, load_vector
         self.shape = model["shape"]
         self.references: list[Plain] = []
-        self.measures = measure_list(sweep)
+        self.measures, self.reads = measure_list(sweep, model["shape"])
         measures = sweep.measures.values()
         self.answers = sorted({n for m in measures for n in [m.answer, *(m.answers or [])] if n})
         self.donors = uses_donor(sweep)
-        self.touched = touched
+        self.watched = set(watched_positions(sweep))
+        named = {name for _, writes in cells for write in writes for name in position_names(write)}
+        self.touched = named | self.watched
 
     # --- points ---------------------------------------------------------------------------
 
     def point(self, cell: Plain, writes: list[Plain]) -> Point:
         """Resolve one point: its rows, its edits and its ids."""
-        edits = [self._edit(write) for write in writes]
-        names = {write["position"] for write in writes} | {self.sweep.measure_at}
+        names = {n for write in writes for n in position_names(write)} | self.watched
         rows = self._usable(names)
+        edits = [self._edit(write) for write in writes]
+        self._check_spans(edits, rows)
         key = digest(
             {
                 "semantics": SEMANTICS,
                 "model": identity(self.model),
-                "writes": [self._meaning(w, e) for w, e in zip(writes, edits, strict=True)],
+                "writes": [self._meaning(edit) for edit in edits],
                 "measure_at": position_spec(self.sweep, self.sweep.measure_at),
             }
         )
@@ -170,8 +180,8 @@ class _Context:
     def _row_facts(self, row: int, edits: Sequence[Plain]) -> list[Any]:
         """What of a row decides the values of a point: tokens, answers, resolved positions."""
         found = self.rows[row]
-        names = [edit["position"] for edit in edits if edit["position"] != "@all"]
-        places = [found.positions[name] for name in [*names, self.sweep.measure_at]]
+        names = [name for edit in edits for name in _edit_positions(edit) if name != "@all"]
+        places = [found.positions[name] for name in [*names, *sorted(self.watched)]]
         answers = {name: found.answers[name] for name in self.answers}
         return [found.row_key, answers, [[place.base, place.donor] for place in places]]
 
@@ -184,81 +194,193 @@ class _Context:
 
     def _edit(self, write: Plain) -> Plain:
         """A write as the kernel reads it: place, position name, operation, operand."""
-        place = tap(self.shape, write["site"], write.get("layer"), write.get("head"))
-        op, operand = self._operand(write, place)
+        where = self._where(write)
+        op, operand = self._operand(write, where)
         resume = resumes_at(write["site"], write.get("layer"), self.shape["layers"])
-        return {
-            "tap": place,
-            "position": write["position"],
-            "op": op,
-            "operand": operand,
-            "resume": resume,
-        }
+        return where | {"op": op, "operand": operand, "resume": resume}
 
-    def _operand(self, write: Plain, place: Plain) -> tuple[str, Plain]:
-        if write.get("add"):
-            add = write["add"]
-            return "add", self._vector(write, place) | {"scale": float(add["scale"])}
-        if write.get("noise"):
+    def _where(self, write: Plain) -> Plain:
+        """tap, position and, of edges, keys of a write or of what a patch reads."""
+        site, layer, head = write["site"], write.get("layer"), write.get("head")
+        if site not in HEADED and head is not None:
+            raise UserError(f"writes: site {site} has no heads. Remove head from the patch.")
+        if site in HEADED and head is None and "heads" not in write:
+            raise UserError(f"writes: a patch from site {site} needs a head. Give it one.")
+        place = tap(self.shape, site, layer, head, write.get("units"))
+        if write.get("heads") == "all":
+            count = limits_of(self.shape)[HEADED[site]]
+            place["high"] = (place["high"] - place["low"]) * count
+        found = {"tap": place, "position": write["position"]}
+        return found | ({"keys": write.get("keys", "@all")} if site in EDGES else {})
+
+    def _operand(self, write: Plain, where: Plain) -> tuple[str, Plain]:
+        if "add" in write:
+            return "add", self._vector(write, where) | {"scale": float(write["add"]["scale"])}
+        if "noise" in write:
             noise = write["noise"]
             if noise["std"] < 0:
                 raise UserError(f"writes: noise std {noise['std']} is negative. Give 0 or more.")
             return "noise", {"kind": "noise", "std": float(noise["std"]), "seed": noise["seed"]}
-        if write.get("clamp"):
+        if "clamp" in write:
             bounds = {name: float(value) for name, value in write["clamp"].items()}
             if bounds.get("low", -math.inf) > bounds.get("high", math.inf):
                 raise UserError(f"writes: clamp {bounds}: low is above high. Swap them.")
             return "clamp", {"kind": "clamp"} | bounds
-        if write.get("mix"):
-            mix = write["mix"]
-            return "mix", self._source(mix["source"], write, place) | {
-                "weight": float(mix["weight"])
-            }
-        return "set", self._source(write["set"], write, place)
+        if "mix" in write:
+            source = self._source(write["mix"]["source"], where)
+            return "mix", source | {"weight": float(write["mix"]["weight"])}
+        if "knockout" in write:
+            return "set", {"kind": "lowest"}
+        if "renormalize" in write:
+            return "renormalize", self._length(write["renormalize"], where)
+        return "set", self._source(write["set"], where)
 
-    def _source(self, value: Any, write: Plain, place: Plain) -> Plain:
-        if value == "donor":
-            return {"kind": "donor"}
-        if isinstance(value, dict):
-            reference = self._reference(value["mean"], place, write["position"])
-            return {"kind": "mean", "plus": reference}
+    def _length(self, value: Any, where: Plain) -> Plain:
+        """What a renormalized activation takes its length from."""
+        if isinstance(value, str):
+            return where | {"kind": "donor" if value == "donor" else "self"}
+        if value < 0:
+            raise UserError(f"writes: renormalize {value} is negative. Give a length of 0 or more.")
         return {"kind": "number", "value": float(value)}
 
-    def _vector(self, write: Plain, place: Plain) -> Plain:
-        vector = write["add"]["vector"]
-        if "file" in vector:
-            values = self.load_vector(vector, write.get("layer"))
-            width = place["high"] - place["low"]
-            if len(values) != width:
-                raise UserError(
-                    f"writes: {vector['file']} has width {len(values)}, site {write['site']} "
-                    f"has {width}. Give a vector of that width."
-                )
-            return {"kind": "vector", "values": values}
-        plus, minus = (
-            self._reference(vector[name], place, write["position"]) for name in ("mean", "minus")
-        )
-        return {"kind": "mean", "plus": plus, "minus": minus}
+    def _source(self, value: Any, where: Plain) -> Plain:
+        if not isinstance(value, dict):
+            return {"kind": "number", "value": float(value)}
+        if "patch" in value:
+            return self._patch(value, where)
+        if "resample" in value:
+            number = self._reference(value["resample"], where, "rows")
+            return {"kind": "resample", "plus": number, "seed": value["seed"]}
+        how = "tokens" if value["per_token"] else "mean"
+        return {"kind": "mean", "plus": self._reference(value["mean"], where, how)}
 
-    def _reference(self, role: str, place: Plain, position: str) -> int:
-        """Number of a mean to be taken; equal means are taken once."""
-        rows = self._usable([position])
-        wanted = {"role": role, "tap": place, "position": position, "rows": list(rows)}
+    def _patch(self, value: Plain, where: Plain) -> Plain:
+        """The activation of a run: which prompt, where, under which writes."""
+        theirs = self._where(value)
+        ours = where["tap"]
+        if _width(theirs["tap"]) != _width(ours) or ("keys" in theirs) != ("keys" in where):
+            raise UserError(
+                f"writes: the patch reads {_width(theirs['tap'])} numbers a token at site "
+                f"{value['site']}, the write takes {_width(ours)}. Patch from a site of that width."
+            )
+        found = theirs | {"kind": "donor" if value["patch"] == "donor" else "self"}
+        under = [self._edit(write) for write in value.get("under", [])]
+        return found | ({"under": under} if under else {})
+
+    def _vector(self, write: Plain, where: Plain) -> Plain:
+        vector, width = write["add"]["vector"], _width(where["tap"])
+        if "unit" in vector:
+            if vector["unit"] >= width:
+                raise UserError(
+                    f"writes: unit {vector['unit']} is outside 0..{width - 1} at {write['site']}."
+                )
+            return {"kind": "vector", "values": [float(i == vector["unit"]) for i in range(width)]}
+        if "file" in vector:
+            return {"kind": "vector", "values": self._loaded(vector, write, width)}
+        plus, minus = (self._reference(vector[name], where, "mean") for name in ("mean", "minus"))
+        found = {"kind": "mean", "plus": plus, "minus": minus}
+        return found | ({"normalize": True} if vector["normalize"] else {})
+
+    def _loaded(self, vector: Plain, write: Plain, width: int) -> list[float]:
+        values = self.load_vector(vector, write.get("layer"))
+        if len(values) != width:
+            raise UserError(
+                f"writes: {vector['file']} has width {len(values)}, site {write['site']} "
+                f"has {width}. Give a vector of that width."
+            )
+        if not vector["normalize"]:
+            return values
+        length = math.sqrt(math.fsum(value * value for value in values))
+        if length == 0:
+            raise UserError(f"writes: {vector['file']} is all zeros. It cannot be normalized.")
+        return [value / length for value in values]
+
+    def _reference(self, role: str, where: Plain, how: str) -> int:
+        """Number of what is to be taken over the rows (see the kernel); equal ones once."""
+        rows = self._usable([where["position"]])
+        wanted = where | {"role": role, "how": how, "rows": list(rows)}
         if wanted not in self.references:
+            if how == "tokens":
+                self._check_per_token(wanted)
             self.references.append(wanted)
         return self.references.index(wanted)
 
-    def _meaning(self, write: Plain, edit: Plain) -> Plain:
-        """What of a write decides a value: positions and operands by content, not by name."""
-        operand = dict(edit["operand"])
-        for side in ("plus", "minus"):
-            if side in operand:
-                reference = self.references[operand[side]]
+    def _check_per_token(self, wanted: Plain) -> None:
+        donor = wanted["role"] == "donor"
+        counts = {len(_place(self.rows[i], wanted["position"], donor)) for i in wanted["rows"]}
+        own = {len(_place(self.rows[i], wanted["position"], False)) for i in wanted["rows"]}
+        if len(counts | own) > 1:
+            raise UserError(
+                f"writes: per_token needs as many tokens in every row, position "
+                f"{wanted['position']} has {sorted(counts | own)}. Leave per_token out."
+            )
+
+    def _check_spans(self, edits: Sequence[Plain], rows: Sequence[int]) -> None:
+        """Refuse a patch whose tokens do not correspond to those that it is written to."""
+        for edit in edits:
+            operand = edit["operand"]
+            self._check_spans(operand.get("under", []), rows)
+            if "tap" in operand:
+                for name in ("position", "keys"):
+                    if name in edit:
+                        self._check_span(edit[name], operand, name, rows)
+                self._check_edges(edit, rows)
+        self._check_knockouts(edits, rows)
+
+    def _check_span(self, ours: str, operand: Plain, name: str, rows: Sequence[int]) -> None:
+        donor, theirs = operand["kind"] == "donor", operand[name]
+        if ours == theirs and ours != "@all":
+            return  # The same position was compared when the rows were prepared.
+        for i in rows:
+            row = self.rows[i]
+            have, want = len(_tokens(row, theirs, donor)), len(_tokens(row, ours, False))
+            if have != want and (name == "keys" or have != 1):
+                raise UserError(
+                    f"writes: row {row.row_id}: {theirs.strip('@')} has {have} tokens, "
+                    f"{ours.strip('@')} {want}. Patch from one token or from as many."
+                )
+
+    def _check_edges(self, edit: Plain, rows: Sequence[int]) -> None:
+        """Refuse edges of which one exists in one prompt alone: its key is behind its query."""
+        operand = edit["operand"]
+        for row in (self.rows[i] for i in rows if "keys" in operand):
+            ours = _seen(row, edit, False)
+            if ours != _seen(row, operand, operand["kind"] == "donor"):
+                raise UserError(
+                    f"writes: row {row.row_id}: a key lies behind its query in one of the prompts "
+                    "only. Choose positions in the same order in both."
+                )
+
+    def _check_knockouts(self, edits: Sequence[Plain], rows: Sequence[int]) -> None:
+        """Refuse to leave a token without anything to attend to: its attention would be noise."""
+        cut = [edit for edit in edits if edit["operand"]["kind"] == "lowest"]
+        for path in {edit["tap"]["path"] for edit in cut}:
+            here = [edit for edit in cut if edit["tap"]["path"] == path]
+            for row in (self.rows[i] for i in rows):
+                blind = _blind_tokens(row, here)
+                if blind:
+                    raise UserError(
+                        f"writes: row {row.row_id}: knockout leaves token {min(blind)} of "
+                        f"{row.tokens} no token to attend to. Leave it one, as the first."
+                    )
+
+    def _meaning(self, edit: Plain) -> Plain:
+        """What of a write decides a value: places and operands by content, not by name."""
+        found = {}
+        for key, value in edit.items():
+            if key in ("position", "keys"):
+                found[key] = position_spec(self.sweep, value) if value != "@all" else value
+            elif key == "operand":
+                found[key] = self._meaning(value)
+            elif key == "under":
+                found[key] = [self._meaning(under) for under in value]
+            elif key in ("plus", "minus"):
+                reference = self.references[value]
                 keys = sorted(self.rows[i].row_key for i in reference["rows"])
-                operand[side] = [reference["role"], digest(keys)]
-        plain = {key: write.get(key) for key in ("site", "layer", "head")}
-        position = position_spec(self.sweep, write["position"])
-        return plain | {"position": position, "op": edit["op"], "operand": operand}
+                found[key] = [reference["role"], reference["how"], digest(keys)]
+            else:
+                found[key] = value
+        return found
 
     # --- passes ---------------------------------------------------------------------------
 
@@ -390,7 +512,7 @@ class _Context:
         keys = [point.point_key for point in points]
         row_keys = [self.rows[i].row_key for i in block]
         edits = [
-            self._seeded(edit, block) | {"slot": slot}
+            self._drawn(edit, block) | {"slot": slot}
             for slot, point in enumerate(points)
             for edit in point.edits
         ]
@@ -412,26 +534,48 @@ class _Context:
         `exact` runs such points too: where experts share tokens, even they can move a bit.
         """
         return self.settings.recompute == "fast" and all(
-            _cannot_move(edit, self.rows[i], self.sweep.measure_at, self.shape["layers"])
+            _cannot_move(edit, self.rows[i], self.watched, self.shape["layers"])
             for edit in point.edits
             for i in block
         )
 
-    def _seeded(self, edit: Plain, block: Sequence[int]) -> Plain:
-        """Give a noise edit one seed a row, from the write's place and the row's identity.
+    def _drawn(self, edit: Plain, block: Sequence[int]) -> Plain:
+        """An edit with everything that is drawn at random for the rows of a block.
 
-        Neither the point's other axes nor the standard deviation enter, so that a corrupted prompt
-        is the same prompt at every point that corrupts it the same way.
+        Neither the point's other axes nor the standard deviation of noise enter, so that a
+        corrupted prompt is the same prompt at every point that corrupts it the same way.
         """
-        if edit["op"] != "noise":
+        operand = edit["operand"]
+        if "under" in operand:
+            under = [self._drawn(one, block) for one in operand["under"]]
+            return edit | {"operand": operand | {"under": under, "chain": digest(under)}}
+        if "seed" not in operand:
             return edit
-        tap = edit["tap"]
-        place = [edit["operand"]["seed"], tap["path"], tap["side"], tap["low"]]
-        rows = [self.rows[i] for i in block]
+        tap, rows = edit["tap"], [self.rows[i] for i in block]
+        place = [operand["seed"], tap["path"], tap["side"], tap["low"], *tap.get("units", [])]
         # From the tokens, not from the key, which may have to tell rows of equal tokens apart.
         facts = [[*place, row.positions[edit["position"]].base, row.key()] for row in rows]
         seeds = [int(digest(fact)[:15], 16) for fact in facts]
-        return edit | {"operand": edit["operand"] | {"seeds": seeds}}
+        if operand["kind"] == "noise":
+            return edit | {"operand": operand | {"seeds": seeds}}
+        partners = [
+            self._partner(i, operand["plus"], seed) for i, seed in zip(block, seeds, strict=True)
+        ]
+        return edit | {"operand": operand | {"partners": partners}}
+
+    def _partner(self, row: int, reference: int, seed: int) -> str:
+        """Key of the row that a row is resampled from: another one, with as many tokens."""
+        wanted = self.references[reference]
+        name, donor = wanted["position"], wanted["role"] == "donor"
+        count = len(_place(self.rows[row], name, False))
+        others = [self.rows[i] for i in wanted["rows"] if i != row]
+        keys = sorted(o.row_key for o in others if len(_place(o, name, donor)) == count)
+        if not keys:
+            raise UserError(
+                f"writes: row {self.rows[row].row_id}: no other row has {count} tokens at "
+                f"position {name} to resample from. Use token: last, or more rows."
+            )
+        return keys[seed % len(keys)]
 
     # --- chunks ---------------------------------------------------------------------------
 
@@ -447,7 +591,8 @@ class _Context:
             "chunk_id": digest([p["pass_id"] for block in blocks for p in block["passes"]]),
             "model": self.model,
             "measures": self.measures,
-            "references": {str(n): self._reference_batches(self.references[n]) for n in references},
+            "reads": self.reads,
+            "references": {str(n): self._reference_set(self.references[n]) for n in references},
             "blocks": blocks,
         }
 
@@ -472,6 +617,7 @@ class _Context:
                 name: {
                     "base": [_place(row, name, donor=swap) for row in rows],
                     "donor": [row.positions[name].donor for row in rows],
+                    "mean": _aligned_by_mean(self.sweep, name),
                 }
                 for name in names
             }
@@ -479,6 +625,7 @@ class _Context:
                 "@all": {
                     "base": [list(range(len(ids))) for ids in base],
                     "donor": [list(range(len(row.donor_ids))) for row in rows],
+                    "mean": False,
                 }
             },
         }
@@ -494,7 +641,8 @@ class _Context:
         same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*ids, strict=True))
         return min(touched, sum(1 for _ in same))
 
-    def _reference_batches(self, reference: Plain) -> list[Plain]:
+    def _reference_set(self, reference: Plain) -> Plain:
+        """What is taken over the rows of a reference set, in batches of prompts of one length."""
         donor = reference["role"] == "donor"
         by_length: dict[int, list[PromptRow]] = {}
         for i in reference["rows"]:
@@ -506,12 +654,12 @@ class _Context:
             for part in slices(members, self.settings.batch_rows):
                 batches.append(
                     {
-                        "tap": reference["tap"],
+                        "row_keys": [row.row_key for row in part],
                         "ids": [row.donor_ids if donor else row.ids for row in part],
                         "at": [_place(row, reference["position"], donor) for row in part],
                     }
                 )
-        return batches
+        return {"tap": reference["tap"], "how": reference["how"], "batches": batches}
 
     def sample(self, points: Sequence[Point], passes: Sequence[Plain]) -> Plain | None:
         """A chunk of whole passes that holds `parity_points` points, evenly spread, or None."""
@@ -577,7 +725,7 @@ class _Context:
         return self._pass(block, [point], start, [identity(self.model), edits], inert=False)
 
     def _self_patch(self, point: Point) -> list[Plain]:
-        return [edit | {"op": "set", "operand": {"kind": "self"}} for edit in point.edits]
+        return [edit | {"op": "set", "operand": _place_of(edit, "self")} for edit in point.edits]
 
     def _zero_steer(self) -> Plain:
         place = tap(self.shape, "resid_post", self.shape["layers"] // 2, None)
@@ -587,18 +735,103 @@ class _Context:
 
     def _full_donor(self) -> Plain:
         place = tap(self.shape, "resid_post", self.shape["layers"] - 1, None)
-        return self._plain_edit(place, "set", {"kind": "donor"}, self.shape["layers"])
+        operand = _place_of({"tap": place, "position": "@all"}, "donor")
+        return self._plain_edit(place, "set", operand, self.shape["layers"])
 
     def _plain_edit(self, place: Plain, op: str, operand: Plain, resume: int) -> Plain:
         return {"tap": place, "position": "@all", "op": op, "operand": operand, "resume": resume}
 
 
-def measure_list(sweep: Sweep) -> list[Plain]:
-    """The measures as plain data, in the order of their columns."""
-    return [
-        {"name": name, **measure.model_dump(exclude_none=True)}
-        for name, measure in sweep.measures.items()
-    ]
+def _place_of(edit: Plain, kind: str) -> Plain:
+    """An operand that reads the very place of an edit in a run without writes."""
+    return {"kind": kind} | {key: edit[key] for key in ("tap", "position", "keys") if key in edit}
+
+
+def measure_list(sweep: Sweep, shape: Plain) -> tuple[list[Plain], list[Plain]]:
+    """The measures as plain data, in the order of their columns, and the places they read.
+
+    A lens is one measure a layer, called NAME.LAYER; `lens` and `read` become numbers of a place.
+
+    Raises:
+        UserError: a place that the model does not have.
+    """
+    measures: list[Plain] = []
+    reads: list[Plain] = []
+    for name, measure in sweep.measures.items():
+        plain = {"name": name, **measure.model_dump(exclude_none=True)}
+        if measure.lens is not None:
+            for layer, read in _lens_reads(sweep, measure, shape):
+                number = _numbered(read, reads)
+                measures.append(plain | {"name": f"{name}.{layer}", "lens": number})
+        elif measure.read is not None:
+            place = measure.read
+            where = tap(shape, place.site, place.layer, place.head)
+            read = {"tap": where, "position": place.position}
+            measures.append(plain | {"read": _numbered(read, reads)})
+        else:
+            measures.append(plain)
+    return measures, reads
+
+
+def _lens_reads(sweep: Sweep, measure: Measure, shape: Plain) -> Iterator[tuple[int, Plain]]:
+    """(layer, place) of every layer that a lens reads."""
+    lens = measure.lens
+    if lens is None or shape["lens"] is None:
+        raise UserError(f"lens: how logits come from the stream of {shape['family']} is not known.")
+    layers = range(shape["layers"]) if lens.layers == "all" else lens.layers
+    for layer in layers:
+        if layer >= shape["layers"]:
+            raise UserError(f"lens: layer {layer} is outside 0..{shape['layers'] - 1}.")
+        where = tap(shape, lens.site, layer)
+        yield layer, {"tap": where, "position": lens.position or sweep.measure_at}
+
+
+def _numbered(item: Plain, items: list[Plain]) -> int:
+    """The number of an item in a list, put at its end where it is new."""
+    if item not in items:
+        items.append(item)
+    return items.index(item)
+
+
+def _width(place: Plain) -> int:
+    """How many numbers a token a place has."""
+    return len(place["units"]) if "units" in place else place["high"] - place["low"]
+
+
+def _edit_positions(edit: Plain) -> list[str]:
+    """Names of the positions that an edit touches or reads."""
+    operand = edit["operand"]
+    found = [one[key] for one in (edit, operand) for key in ("position", "keys") if key in one]
+    return found + [name for under in operand.get("under", []) for name in _edit_positions(under)]
+
+
+def _aligned_by_mean(sweep: Sweep, name: str) -> bool:
+    spec = position_spec(sweep, name)
+    return isinstance(spec, dict) and spec.get("align") == "mean"
+
+
+def _tokens(row: PromptRow, name: str, donor: bool) -> list[int]:
+    """Tokens of a position; `@all` is every token."""
+    if name == "@all":
+        return list(range(len(row.donor_ids if donor else row.ids)))
+    return _place(row, name, donor)
+
+
+def _seen(row: PromptRow, where: Plain, donor: bool) -> list[int]:
+    """How many of the keys each query token of a position can see."""
+    keys = _tokens(row, where["keys"], donor)
+    return [sum(k <= token for k in keys) for token in _tokens(row, where["position"], donor)]
+
+
+def _blind_tokens(row: PromptRow, edits: Sequence[Plain]) -> set[int]:
+    """Query tokens of a row for which some head loses every key."""
+    lost: dict[tuple[int, int], set[int]] = {}
+    for edit in edits:
+        keys = _tokens(row, edit["keys"], False)
+        for token in _tokens(row, edit["position"], False):
+            for head in range(edit["tap"]["low"], edit["tap"]["high"]):
+                lost.setdefault((token, head), set()).update(k for k in keys if k <= token)
+    return {token for (token, _), keys in lost.items() if len(keys) == token + 1}
 
 
 def _even_slices[Item](items: Sequence[Item], size: int) -> list[Sequence[Item]]:
@@ -613,23 +846,31 @@ def _resume(point: Point) -> int:
     return min((edit["resume"] for edit in point.edits), default=0)
 
 
-def _cannot_move(edit: Plain, row: PromptRow, measured_at: str, layers: int) -> bool:
-    """Whether an edit of one row leaves its measured logits as they are.
+def _cannot_move(edit: Plain, row: PromptRow, watched: Iterable[str], layers: int) -> bool:
+    """Whether an edit of one row leaves what is measured as it is.
 
-    It does where it writes what is there already, behind the measured token, or where nothing but
+    It does where it writes what is there already, behind every measured token, or where nothing but
     its own token is computed any more.
     """
-    operand, measured = edit["operand"], _last(row, measured_at, donor=False)
+    operand = edit["operand"]
+    measured = {_last(row, name, donor=False) for name in watched}
     if 0 in (operand.get("scale"), operand.get("std"), operand.get("weight")):
         return True
-    all_tokens = edit["position"] == "@all"
-    base = list(range(len(row.ids))) if all_tokens else row.positions[edit["position"]].base
-    donor = base if all_tokens else row.positions[edit["position"]].donor
-    if operand["kind"] == "donor" and _same_prefix(row, base, donor):
+    base = _tokens(row, edit["position"], False)
+    if _puts_back(edit) and _same_prefix(row, base, _tokens(row, edit["position"], True)):
         return True
     layer, rank = edit["tap"]["order"]
-    alone = layer >= layers - 1 and rank >= ORDER.index("z")
-    return all(token > measured or (alone and token != measured) for token in base)
+    # From the scores of the last layer on, no token reads another one any more.
+    alone = layer >= layers - 1 and rank >= ORDER.index("attn_scores")
+    return all(token > max(measured) or (alone and token not in measured) for token in base)
+
+
+def _puts_back(edit: Plain) -> bool:
+    """Whether an edit takes its very own place from the donor prompt without writes."""
+    operand = edit["operand"]
+    same = all(edit.get(key) == operand.get(key) for key in ("tap", "position"))
+    plain = edit["op"] in ("set", "mix") and "keys" not in edit and "under" not in operand
+    return operand["kind"] == "donor" and same and plain
 
 
 def _same_prefix(row: PromptRow, base: Sequence[int], donor: Sequence[int]) -> bool:

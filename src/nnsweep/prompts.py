@@ -17,7 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from nnsweep.errors import UserError
-from nnsweep.sweep import Sweep, TextPosition, uses_donor
+from nnsweep.sweep import Sweep, TextPosition, named_positions, uses_donor
 from nnsweep.tables import digest
 
 
@@ -208,12 +208,12 @@ def _any_reason(sweep: Sweep, row: PromptRow) -> str | None:
 def used_positions(sweep: Sweep) -> list[str]:
     """Names of the positions that the writes and the measures refer to, in stable order."""
     names = [sweep.measure_at]
-    for write in sweep.writes:
-        if write.position.startswith("$"):
-            axis = sweep.axes[write.position[1:]]
+    for name in named_positions(sweep):
+        if name.startswith("$"):
+            axis = sweep.axes[name[1:]]
             names += [str(value) for value in axis] if isinstance(axis, list) else []
         else:
-            names.append(write.position)
+            names.append(name)
     return list(dict.fromkeys(names))
 
 

@@ -40,7 +40,7 @@ def run_record(
         "sweep": sweep.name,
         "engine": engine,
         "semantics": SEMANTICS,
-        "kinds": {name: measure.kind for name, measure in sweep.measures.items()},
+        "kinds": {spec["name"]: spec["kind"] for spec in plan["measures"]},
         "model": read_json(results / "sweep.json")["resolved_model"] | {"id": sweep.model.id},
         **{name: _distinct(facts, name) for name in SAME},
         "settings": plan["settings"],

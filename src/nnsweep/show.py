@@ -6,7 +6,7 @@ from typing import Any
 
 from nnsweep.errors import UserError
 from nnsweep.summary import extremes
-from nnsweep.tables import read_json, read_table
+from nnsweep.tables import measure_of, read_json, read_table
 
 
 def show(folder: Path) -> str:
@@ -55,7 +55,7 @@ def _head(record: dict[str, Any]) -> Iterator[str]:
 def _extremes(folder: Path) -> Iterator[str]:
     frame = read_table(folder / "summary.parquet").to_pandas()
     axes = list(frame.columns[1 : frame.columns.get_loc("measure")])
-    for measure in frame["measure"].unique():
+    for measure in dict.fromkeys(frame["measure"].map(measure_of)):
         found = extremes(frame, axes, measure)
         if not found:
             yield f"  {measure}: no values"

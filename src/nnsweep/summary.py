@@ -11,14 +11,23 @@ import pyarrow as pa
 
 from nnsweep.config import Bootstrap
 from nnsweep.sweep import Sweep, axis_kinds
-from nnsweep.tables import read_table, summary_schema, values_schema, write_table
+from nnsweep.tables import (
+    measure_of,
+    number_columns,
+    read_values,
+    summary_schema,
+    write_table,
+)
+
+LENS_AXIS = "layer read by the lens"
+"""What the layers of a lens are called beside the axes of a sweep."""
 
 
 def summarize(sweep: Sweep, values: Path, output: Path, bootstrap: Bootstrap) -> None:
     """Rule summarize: one row per point and measure."""
-    kinds, measures = axis_kinds(sweep), list(sweep.measures)
-    table = read_table(values, values_schema(kinds, measures))
-    frame = summary_frame(table, list(kinds), measures, bootstrap)
+    kinds = axis_kinds(sweep)
+    table = read_values(values, kinds, sweep.measures)
+    frame = summary_frame(table, list(kinds), number_columns(table, kinds), bootstrap)
     schema = summary_schema(kinds)
     whole = pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False)
     write_table(output, whole, schema)
@@ -82,6 +91,13 @@ def _weights(count: int, bootstrap: Bootstrap) -> np.ndarray:
     return generator.multinomial(count, even, size=bootstrap.resamples) / count
 
 
+def of_measure(frame: pd.DataFrame, measure: str) -> pd.DataFrame:
+    """The lines of one measure in a summary; the layers of a lens become an axis."""
+    frame = frame[frame["measure"].map(measure_of) == measure].reset_index(drop=True)
+    layers = frame["measure"].map(lambda column: column.partition(".")[2])
+    return frame if (layers == "").all() else frame.assign(**{LENS_AXIS: layers.astype(int)})
+
+
 @dataclass(frozen=True)
 class Extreme:
     """The point where a measure's mean is largest or smallest.
@@ -105,9 +121,11 @@ class Extreme:
 
 def extremes(frame: pd.DataFrame, axes: Sequence[str], measure: str) -> list[Extreme]:
     """The largest and the smallest mean of a measure in a summary; none without values."""
-    part = frame[(frame["measure"] == measure) & frame["mean"].notna()]
+    part = of_measure(frame, measure)
+    part = part[part["mean"].notna()]
     if part.empty:
         return []
+    axes = [*axes, LENS_AXIS] if LENS_AXIS in part else axes
     places = [("largest", part["mean"].idxmax()), ("smallest", part["mean"].idxmin())]
     return [_extreme(part, axes, word, place) for word, place in places[: 2 if axes else 1]]
 

@@ -7,6 +7,7 @@ here knows a tokenizer or a tensor: positions are names, layers and heads are in
 import itertools
 import math
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
@@ -17,11 +18,19 @@ from nnsweep.errors import UserError
 
 NAME = r"^[a-z0-9][a-z0-9_]{0,63}$"
 SITES = (
-    *("embed", "resid_pre", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "logits"),
+    *("embed", "resid_pre", "ln1", "q", "k", "v", "attn_scores", "pattern", "z", "attn_out"),
+    *("resid_mid", "ln2", "mlp_pre", "mlp_post", "mlp_out", "resid_post", "ln_final", "logits"),
 )
-HEADED = {"q": "head", "k": "kv_head", "v": "kv_head", "z": "head"}
+HEADED = {
+    **{"q": "head", "k": "kv_head", "v": "kv_head", "z": "head"},
+    **{"attn_scores": "head", "pattern": "head"},
+}
 """Sites with heads, and whose: under grouped-query attention keys and values have fewer."""
-LAYERLESS = ("embed", "logits")
+UNITED = ("mlp_pre", "mlp_post")
+"""Sites whose components are neurons, of which a write may choose some."""
+EDGES = ("attn_scores", "pattern")
+"""Sites with one number for each query and key token."""
+LAYERLESS = ("embed", "ln_final", "logits")
 MEASURES: dict[str, tuple[str, ...]] = {
     "match": ("answer",),
     "logit": ("answer",),
@@ -33,12 +42,23 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "entropy": (),
     "kl": (),
     "js": (),
+    "top_k": ("k",),
+    "cosine": ("read",),
     "recovery": ("of",),
 }
 """The field each kind of measure asks for, or one of several (definitions: `nnsweep.measures`)."""
 
-AGAINST_CLEAN = ("kl", "js", "recovery")
+AGAINST_CLEAN = ("kl", "js", "cosine", "recovery")
 """Kinds that compare with the clean run of the same prompt."""
+
+GUARDED = ("recovery", "cosine")
+"""Kinds that are no number where they would divide by nothing; such a value is null, no error."""
+
+NO_LENS = ("cosine", "recovery")
+"""Kinds that read no logits of their own."""
+
+PROMPTS = {"text", "donor"}
+"""The runs without writes that a write may patch from."""
 
 BUILT_IN_POSITIONS: dict[str, int | str] = {"last": -1, "all": "all"}
 
@@ -120,10 +140,55 @@ class Range(Strict):
 Axis = list[Scalar] | Range | Literal["all"]
 
 
+Selection = Literal["all"] | list[Annotated[int, Field(strict=True, ge=0)]]
+"""Several layers or heads."""
+
+Site = Literal[
+    "embed",
+    "resid_pre",
+    "ln1",
+    "q",
+    "k",
+    "v",
+    "attn_scores",
+    "pattern",
+    "z",
+    "attn_out",
+    "resid_mid",
+    "ln2",
+    "mlp_pre",
+    "mlp_post",
+    "mlp_out",
+    "resid_post",
+    "ln_final",
+    "logits",
+]
+
+
 class Mean(Strict):
     """The mean activation over all usable rows, at the same site, layer and position."""
 
     mean: Literal["text", "donor"] = Field(description="over which prompts")
+    per_token: bool = Field(
+        False, description="one mean for each token of the position, instead of one for all"
+    )
+
+
+class Resample(Strict):
+    """The activation of another row, drawn at random for each row, at the same place."""
+
+    resample: Literal["text", "donor"] = Field(description="from which prompts")
+    seed: Index = Field(0, description="seed, or `$axis`")
+
+
+class Patch(Strict):
+    """The activation of another run; also of another site, layer, head or position of it."""
+
+    patch: Name = Field(description="`donor`, `text` (the clean run) or a name under `runs`")
+    site: Site | None = Field(None, description="null: the site of the write")
+    layer: Index | None = Field(None, description="null: the layer of the write")
+    head: Index | None = Field(None, description="null: the head of the write")
+    position: str | None = Field(None, description="null: the position of the write")
 
 
 class MeanDifference(Strict):
@@ -131,6 +196,7 @@ class MeanDifference(Strict):
 
     mean: Literal["text", "donor"] = Field(description="minuend")
     minus: Literal["text", "donor"] = Field(description="subtrahend")
+    normalize: bool = Field(False, description="scaled to length 1")
 
 
 class VectorFile(Strict):
@@ -138,12 +204,19 @@ class VectorFile(Strict):
 
     file: str = Field(description="safetensors file, relative to the working directory")
     key: str = Field("vector", description="name of the tensor in the file")
+    normalize: bool = Field(False, description="scaled to length 1")
+
+
+class Unit(Strict):
+    """A unit direction: 1 in one component, 0 in all others."""
+
+    unit: Index = Field(description="component, from 0, or `$axis`")
 
 
 class Add(Strict):
     """Add a vector with a scale (steering)."""
 
-    vector: VectorFile | MeanDifference = Field(description="what is added")
+    vector: VectorFile | MeanDifference | Unit = Field(description="what is added")
     scale: Number = Field(1.0, description="factor, or `$axis`")
 
 
@@ -157,7 +230,9 @@ class Noise(Strict):
 class Mix(Strict):
     """Move the activation part of the way to another: (1 - weight) x old + weight x source."""
 
-    source: Literal["donor"] | Mean = Field(description="`donor` or {mean: text}")
+    source: Literal["donor"] | Patch | Mean | Resample = Field(
+        description="`donor`, {patch: donor, ...}, {mean: text} or {resample: text}"
+    )
     weight: Number = Field(description="0 leaves it, 1 replaces it; or `$axis`")
 
 
@@ -174,27 +249,40 @@ class Clamp(Strict):
         return self
 
 
-OPERATIONS = ("set", "add", "noise", "mix", "clamp")
+OPERATIONS = ("set", "add", "noise", "mix", "clamp", "renormalize", "knockout")
 
 
 class Write(Strict):
-    """One change of one activation. Exactly one of `set`, `add`, `noise`, `mix`, `clamp`."""
+    """One change of one activation. Exactly one operation, from `set` to `knockout`."""
 
-    site: Literal[
-        "embed", "resid_pre", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "logits"
-    ]
+    site: Site
     layer: Index | None = Field(None, description="layer, from 0, or `$axis`")
+    layers: Selection | None = Field(None, description="several layers, or `all`; the same in each")
     head: Index | None = Field(
         None, description="head, from 0 (q and z: query head; k and v: key-value head), or `$axis`"
     )
-    position: str = Field(description="name of a position, or `$axis`")
-    set: Literal["donor"] | Mean | Number | None = Field(
-        None, description="`donor`, a number, {mean: text} or `$axis`"
+    heads: Selection | None = Field(None, description="several heads, or `all`; the same in each")
+    units: Index | list[Annotated[int, Field(strict=True, ge=0)]] | None = Field(
+        None, description="mlp_pre and mlp_post: one neuron, `$axis` or a list; null is all"
+    )
+    position: str = Field(description="name of a position, or `$axis`; at edges, the query tokens")
+    keys: str | None = Field(
+        None, description="attn_scores and pattern: position of the key tokens; null is all"
+    )
+    set: Literal["donor"] | Patch | Mean | Resample | Number | None = Field(
+        None,
+        description="`donor`, {patch: ...}, a number, {mean: ...}, {resample: ...} or `$axis`",
     )
     add: Add | None = Field(None, description="vector and scale")
     noise: Noise | None = Field(None, description="standard deviation and seed")
     mix: Mix | None = Field(None, description="what to move towards, and how far")
     clamp: Clamp | None = Field(None, description="bounds of every component")
+    renormalize: Literal["text", "donor"] | Number | None = Field(
+        None, description="length to scale to: that of the clean run, of the donor, or a number"
+    )
+    knockout: Literal[True] | None = Field(
+        None, description="attn_scores: no attention from `position` to `keys`"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "Write":
@@ -202,12 +290,70 @@ class Write(Strict):
         if len(given) != 1:
             allowed = ", ".join(OPERATIONS)
             raise ValueError(f"give exactly one of {allowed} (given: {given or 'none'})")
+        for problem in _misplaced(self):
+            raise ValueError(problem)
+        return self
+
+
+def _misplaced(write: Write) -> Iterator[str]:
+    """What a write selects that its site does not have."""
+    site = write.site
+    layers = sum(value is not None for value in (write.layer, write.layers))
+    heads = sum(value is not None for value in (write.head, write.heads))
+    if layers != (site not in LAYERLESS):
+        yield f"site {site} takes {'no layer' if site in LAYERLESS else 'layer or layers'}"
+    if heads != (site in HEADED):
+        yield f"site {site} takes {'head or heads' if site in HEADED else 'no head'}"
+    if write.units is not None and site not in UNITED:
+        yield f"site {site} takes no units; they are of {' and '.join(UNITED)}"
+    if write.keys is not None and site not in EDGES:
+        yield f"site {site} takes no keys; they are of {' and '.join(EDGES)}"
+    if write.knockout and (site != "attn_scores" or write.keys is None):
+        yield "knockout takes site attn_scores, position (query tokens) and keys (key tokens)"
+    vectors = (write.add, write.noise, write.renormalize)
+    if site in EDGES and any(operation is not None for operation in vectors):
+        yield f"site {site} takes no add, noise or renormalize; they are of vectors"
+    if site in EDGES and any(isinstance(source, Mean | Resample) for source in sources(write)):
+        yield f"site {site} takes a number or a patch; prompts differ in their tokens"
+
+
+class Run(Strict):
+    """A run under writes, whose activations can be patched in (a chain)."""
+
+    prompt: Literal["text", "donor"] = Field(description="which prompt is run")
+    writes: list[Write] = Field(description="under which writes", min_length=1)
+
+
+class Read(Strict):
+    """A place that a measure reads under the writes."""
+
+    site: Site
+    layer: Annotated[int, Field(strict=True, ge=0)] | None = Field(None, description="from 0")
+    head: Annotated[int, Field(strict=True, ge=0)] | None = Field(None, description="from 0")
+    position: str = Field("last", description="of several tokens, the last is read")
+
+    @model_validator(mode="after")
+    def _place(self) -> "Read":
         if (self.layer is None) != (self.site in LAYERLESS):
             need = "no layer" if self.site in LAYERLESS else "a layer"
             raise ValueError(f"site {self.site} takes {need}")
         if (self.head is None) == (self.site in HEADED):
             raise ValueError(f"site {self.site} takes {'a' if self.site in HEADED else 'no'} head")
+        if self.site in (*EDGES, "logits"):
+            raise ValueError(f"site {self.site} is no vector of the model's inside; read another")
         return self
+
+
+class Lens(Strict):
+    """The logit lens: final norm and output embedding on the stream inside the model."""
+
+    site: Literal["resid_pre", "resid_mid", "resid_post"] = Field(
+        "resid_post", description="which stream is read"
+    )
+    layers: Selection = Field("all", description="a column for each layer")
+    position: str | None = Field(
+        None, description="of several tokens, the last is read; null is `measure_at`"
+    )
 
 
 class Measure(Strict):
@@ -224,6 +370,8 @@ class Measure(Strict):
         "entropy",
         "kl",
         "js",
+        "top_k",
+        "cosine",
         "recovery",
     ]
     answer: str | None = Field(None, description="name of an answer")
@@ -232,11 +380,18 @@ class Measure(Strict):
     )
     of: str | None = Field(None, description="the measure whose recovery is taken")
     min_gap: float = Field(0.1, gt=0, description="smallest clean-to-donor gap of `of` that counts")
+    k: Annotated[int, Field(strict=True, ge=1, le=100)] | None = Field(
+        None, description="top_k: how many tokens"
+    )
+    read: Read | None = Field(None, description="cosine: which activation is compared")
+    against: Literal["text", "donor"] = Field("text", description="cosine: with which clean run")
+    lens: Lens | None = Field(None, description="read logits inside the model (logit lens)")
 
     @model_validator(mode="after")
     def _fields_of_kind(self) -> "Measure":
         allowed = MEASURES[self.kind]
-        given = [name for name in ("answer", "answers", "of") if getattr(self, name) is not None]
+        fields = ("answer", "answers", "of", "k", "read")
+        given = [name for name in fields if getattr(self, name) is not None]
         for field in given:
             if field not in allowed:
                 raise ValueError(f"kind {self.kind} takes no '{field}'")
@@ -244,6 +399,8 @@ class Measure(Strict):
             raise ValueError(f"kind {self.kind} needs '{"' or '".join(allowed)}'")
         if self.kind == "logit_diff" and len(self.answers or []) != 2:
             raise ValueError("kind logit_diff needs two answers, [target, foil]")
+        if self.lens and self.kind in NO_LENS:
+            raise ValueError(f"kind {self.kind} takes no lens")
         return self
 
 
@@ -263,6 +420,7 @@ class Sweep(Strict):
     exclude: list[dict[str, Scalar | list[Scalar]]] = Field(
         default=[], description="points left out: axis -> value or values"
     )
+    runs: dict[Name, Run] = Field(default={}, description="name -> a run that writes patch from")
     writes: list[Write] = Field(default=[], description="none measures behaviour")
     measures: dict[Name, Measure] = Field(description="name -> measure", min_length=1)
     on_bad_row: Literal["refuse", "exclude"] = Field(
@@ -293,47 +451,83 @@ def position_spec(sweep: Sweep, name: str) -> Any:
     return spec.model_dump() if isinstance(spec, TextPosition) else spec
 
 
+def all_writes(sweep: Sweep) -> list[Write]:
+    """The writes of the sweep and of its runs."""
+    return [*sweep.writes, *(write for run in sweep.runs.values() for write in run.writes)]
+
+
 def uses_donor(sweep: Sweep) -> bool:
     """Whether any write or measure reads the donor prompts."""
-    return any(_donor_write(write) for write in sweep.writes) or any(
-        measure.kind == "recovery" for measure in sweep.measures.values()
+    measures = sweep.measures.values()
+    return (
+        any("donor" in roles(write) for write in all_writes(sweep))
+        or any(run.prompt == "donor" for run in sweep.runs.values())
+        or any(m.kind == "recovery" or (m.read and m.against == "donor") for m in measures)
     )
 
 
-def _donor_write(write: Write) -> bool:
-    source = write.mix.source if write.mix else write.set
-    if source == "donor" or (isinstance(source, Mean) and source.mean == "donor"):
-        return True
+def sources(write: Write) -> list[Any]:
+    """What a write sets or mixes in, as it is declared."""
+    return [source for source in (write.set, write.mix and write.mix.source) if source is not None]
+
+
+def patches(write: Write) -> list[Patch]:
+    """The patches of a write; `donor` is one for short."""
+    found = [Patch(patch="donor") if source == "donor" else source for source in sources(write)]
+    return [source for source in found if isinstance(source, Patch)]
+
+
+def roles(write: Write) -> set[str]:
+    """Which prompts or runs a write reads: `text`, `donor` or names of runs."""
+    found = {patch.patch for patch in patches(write)}
+    found |= {source.mean for source in sources(write) if isinstance(source, Mean)}
+    found |= {source.resample for source in sources(write) if isinstance(source, Resample)}
     vector = write.add.vector if write.add else None
-    return isinstance(vector, MeanDifference) and "donor" in (vector.mean, vector.minus)
+    if isinstance(vector, MeanDifference):
+        found |= {vector.mean, vector.minus}
+    return found | (PROMPTS & {write.renormalize})
 
 
 def vector_files(sweep: Sweep) -> list[str]:
     """The vector files that the sweep's writes read."""
-    adds = [write.add.vector for write in sweep.writes if write.add]
+    adds = [write.add.vector for write in all_writes(sweep) if write.add]
     return list(dict.fromkeys(v.file for v in adds if isinstance(v, VectorFile)))
 
 
 def references(sweep: Sweep) -> dict[str, set[str]]:
     """Axis name -> the fields (`layer`, `kv_head`, `number`, ...) that refer to it."""
     found: dict[str, set[str]] = {}
-    for write in sweep.writes:
+    for write in all_writes(sweep):
         for field, value in _leaves(write):
             if isinstance(value, str) and value.startswith("$"):
                 found.setdefault(value[1:], set()).add(field)
     return found
 
 
-def _leaves(write: Write) -> list[tuple[str, Any]]:
-    numbers = [write.set if not isinstance(write.set, Mean) else None]
-    numbers += [write.add.scale] if write.add else []
-    numbers += [write.noise.std] if write.noise else []
-    numbers += [write.mix.weight] if write.mix else []
-    numbers += [write.clamp.low, write.clamp.high] if write.clamp else []
-    seed = [("index", write.noise.seed)] if write.noise else []
-    head = (HEADED.get(write.site, "head"), write.head)
-    plain: list[tuple[str, Any]] = [("layer", write.layer), head, ("position", write.position)]
-    return plain + [("number", value) for value in numbers] + seed
+def _leaves(write: Write) -> Iterator[tuple[str, Any]]:
+    """(field, value) of everything in a write that an axis may stand for."""
+    yield from _place_leaves(write.site, write)
+    yield from [("position", write.keys), ("unit", write.units)]
+    for patch in patches(write):
+        yield from _place_leaves(patch.site or write.site, patch)
+    yield from (("number", source) for source in sources(write) if source != "donor")
+    yield ("number", write.renormalize if write.renormalize not in PROMPTS else None)
+    yield from (("index", s.seed) for s in sources(write) if isinstance(s, Resample))
+    if write.add:
+        yield ("number", write.add.scale)
+        if isinstance(write.add.vector, Unit):
+            yield ("index", write.add.vector.unit)
+    if write.noise:
+        yield from [("number", write.noise.std), ("index", write.noise.seed)]
+    if write.mix:
+        yield ("number", write.mix.weight)
+    if write.clamp:
+        yield from [("number", write.clamp.low), ("number", write.clamp.high)]
+
+
+def _place_leaves(site: str, place: Any) -> list[tuple[str, Any]]:
+    head = HEADED.get(site, "head")
+    return [("layer", place.layer), (head, place.head), ("position", place.position)]
 
 
 def _bad_refs(sweep: Sweep) -> list[str]:
@@ -346,8 +540,7 @@ def _bad_refs(sweep: Sweep) -> list[str]:
     idle = [name for name in sweep.axes if name not in references(sweep)]
     if idle:
         problems.append(f"axis '{idle[0]}' is used by no write. Use ${idle[0]} or remove the axis")
-    named = {write.position for write in sweep.writes} | {sweep.measure_at}
-    for name in sorted(named):
+    for name in sorted({*named_positions(sweep), sweep.measure_at}):
         declared = {**sweep.positions, **BUILT_IN_POSITIONS}
         if name == sweep.measure_at and name.startswith("$"):
             problems.append("measure_at is one position for the whole sweep, not an axis")
@@ -355,6 +548,36 @@ def _bad_refs(sweep: Sweep) -> list[str]:
             problems.append(_no_position(sweep, name))
     if uses_donor(sweep) and sweep.prompts.donor is None:
         problems.append("a write or measure reads the donor, but prompts.donor is not given")
+    return problems + _bad_runs(sweep)
+
+
+def _fields(sweep: Sweep) -> list[tuple[str, Any]]:
+    """(field, value) of everything that stands in a write or is read by a measure."""
+    found = [leaf for write in all_writes(sweep) for leaf in _leaves(write)]
+    return found + [("position", name) for name in watched_positions(sweep)]
+
+
+def watched_positions(sweep: Sweep) -> list[str]:
+    """Positions at which something is measured."""
+    measures = sweep.measures.values()
+    read = [one.position for m in measures for one in (m.read, m.lens) if one and one.position]
+    return list(dict.fromkeys([sweep.measure_at, *read]))
+
+
+def named_positions(sweep: Sweep) -> list[str]:
+    """Every position, or `$axis`, that a write, a run or a measure names."""
+    return [name for field, name in _fields(sweep) if field == "position" and name]
+
+
+def _bad_runs(sweep: Sweep) -> list[str]:
+    problems = [f"runs.{name} is built in; call it otherwise" for name in PROMPTS & {*sweep.runs}]
+    asked = {name for write in sweep.writes for name in roles(write)}
+    known = ", ".join([*sorted(PROMPTS), *sweep.runs])
+    problems += [f"patch: '{n}' is no run. Runs: {known}" for n in asked - PROMPTS - {*sweep.runs}]
+    problems += [f"runs.{name} is patched from by no write" for name in {*sweep.runs} - asked]
+    for name, run in sweep.runs.items():
+        for deep in sorted({n for w in run.writes for n in roles(w)} - PROMPTS):
+            problems.append(f"runs.{name} patches from '{deep}'; a run patches from text and donor")
     return problems
 
 
@@ -370,10 +593,15 @@ def _bad_measures(sweep: Sweep) -> list[str]:
             if answer is not None and answer not in sweep.prompts.answers:
                 known = ", ".join(sweep.prompts.answers) or "none"
                 problems.append(f"measures.{name}: answer '{answer}' is not one of: {known}")
-        if measure.of and sweep.measures.get(measure.of, measure).kind in AGAINST_CLEAN:
-            allowed = [k for k, m in sweep.measures.items() if m.kind not in AGAINST_CLEAN]
+        if measure.of and not _recoverable(sweep.measures.get(measure.of, measure)):
+            allowed = [k for k, m in sweep.measures.items() if _recoverable(m)]
             problems.append(f"measures.{name}.of: '{measure.of}' is not one of {allowed}")
     return problems
+
+
+def _recoverable(measure: Measure) -> bool:
+    """Whether a measure is one number of a run alone, whose recovery can be asked for."""
+    return measure.kind not in (*AGAINST_CLEAN, "top_k") and measure.lens is None
 
 
 RESERVED = {
@@ -404,15 +632,15 @@ def _bad_axes(sweep: Sweep) -> list[str]:
         problems.append("zip: an axis stands in two groups")
     for name, fields in references(sweep).items():
         axis = sweep.axes.get(name)
-        if axis == "all" and not fields & {"layer", "head", "kv_head"}:
-            problems.append(f"axes.{name}: 'all' is for layers and heads. List the values")
+        if axis == "all" and not fields & {"layer", "head", "kv_head", "unit"}:
+            problems.append(f"axes.{name}: 'all' is for layers, heads and units. List the values")
         if "position" in fields and isinstance(axis, list):
             known = {**sweep.positions, **BUILT_IN_POSITIONS}
             problems += [_no_position(sweep, str(x)) for x in axis if x not in known]
     return problems
 
 
-INDICES = {"layer", "head", "kv_head", "index"}
+INDICES = {"layer", "head", "kv_head", "unit", "index"}
 """Fields that take whole numbers from 0."""
 
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,13 @@ SESSIONS = pa.schema(
 )
 
 
-def part_schema(measures: list[str]) -> pa.Schema:
+TOKENS = pa.list_(
+    pa.struct([("id", pa.int32()), ("token", pa.string()), ("log_prob", pa.float32())])
+)
+"""Arrow type of a list of tokens (measure `top_k`)."""
+
+
+def part_schema(measures: Sequence[str]) -> pa.Schema:
     """Schema of one chunk's values: keys, status, one float32 column a measure."""
     keys = [("point_key", pa.string()), ("row_key", pa.string())]
     state = [("status", pa.string()), ("reason", pa.string())]
@@ -67,13 +73,40 @@ def points_schema(axes: Mapping[str, str]) -> pa.Schema:
     return pa.schema(ids + columns + [("writes", pa.string()), ("inert_rows", pa.int32())])
 
 
-def values_schema(axes: Mapping[str, str], measures: list[str]) -> pa.Schema:
-    """Schema of values.parquet (one row per point and prompt row)."""
+def values_schema(
+    axes: Mapping[str, str], measures: Sequence[str], lists: Collection[str] = ()
+) -> pa.Schema:
+    """Schema of values.parquet (one row per point and prompt row); `lists` hold tokens."""
     columns = [(name, AXIS_TYPES[kind]) for name, kind in axes.items()]
     state = [("row_id", pa.string()), ("status", pa.string()), ("reason", pa.string())]
-    return pa.schema(
-        [("point_id", pa.string())] + columns + state + [(name, pa.float32()) for name in measures]
-    )
+    found = [(name, TOKENS if name in lists else pa.float32()) for name in measures]
+    return pa.schema([("point_id", pa.string()), *columns, *state, *found])
+
+
+def read_values(path: Path, axes: Mapping[str, str], measures: Collection[str]) -> pa.Table:
+    """Read values.parquet of a sweep with these axes and measures.
+
+    Raises:
+        NnsweepError: the file is unreadable or belongs to another sweep.
+    """
+    table = read_table(path)
+    names = table.schema.names[4 + len(axes) :]
+    lists = [name for name in names if table.schema.field(name).type == TOKENS]
+    fits = table.schema.equals(values_schema(axes, names, lists))
+    if not fits or list(dict.fromkeys(map(measure_of, names))) != list(measures):
+        raise NnsweepError(f"{path}: its columns are not those asked for. Delete it and run again.")
+    return table
+
+
+def measure_of(column: str) -> str:
+    """The measure that a column belongs to: NAME, or NAME.LAYER of a lens."""
+    return column.partition(".")[0]
+
+
+def number_columns(table: pa.Table, axes: Mapping[str, str]) -> list[str]:
+    """Columns of values.parquet that hold numbers and can be averaged."""
+    names = table.schema.names[4 + len(axes) :]
+    return [name for name in names if table.schema.field(name).type == pa.float32()]
 
 
 def summary_schema(axes: Mapping[str, str]) -> pa.Schema:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nnsweep.chunks import keys_of
+from nnsweep.chunks import columns, keys_of
 from nnsweep.jobs import load_vector
 from nnsweep.plan import Plan, Settings, make_plan
 from nnsweep.prompts import PromptRow, prepare_rows
@@ -112,7 +112,7 @@ def run_chunks(engine: Any, chunks: Iterable[Any]) -> dict[tuple[str, str], dict
     """Run chunks and return their values by key; a key that comes back twice is refused."""
     values: dict[tuple[str, str], dict[str, float]] = {}
     for chunk in chunks:
-        names = [spec["name"] for spec in chunk["measures"]]
+        names = columns(chunk["measures"])
         keys = keys_of(chunk)
         found = engine.run(chunk, lambda line: None).values.tolist()
         assert len(found) == len(keys)

@@ -126,3 +126,159 @@ def mean_sweeps(vector: str) -> dict[str, Sweep]:
         "mean difference": _scaled("resid_pre", DIFFERENCE, "last"),
         "vector": _scaled("mlp_out", {"file": vector}, "subject"),
     }
+
+
+LENS = {"kind": "logit_diff", "answers": ["target", "foil"], "lens": {"layers": "all"}}
+WATCHED = {
+    "kl": {"kind": "kl"},
+    "rank": {"kind": "rank", "answer": "foil"},
+    "lens": LENS,
+    "lens_kl": {"kind": "kl", "lens": {"layers": [1, 3], "position": "subject"}},
+    "entering": {"kind": "entropy", "lens": {"site": "resid_pre", "layers": [0, 2]}},
+    "cosine": {"kind": "cosine", "read": {"site": "resid_post", "layer": 2, "position": "subject"}},
+    "like_donor": {
+        "kind": "cosine",
+        "read": {"site": "attn_out", "layer": 1, "position": "last"},
+        "against": "donor",
+    },
+    "neurons": {"kind": "cosine", "read": {"site": "ln_final", "position": "last"}},
+}
+"""Measures that read the inside of the model."""
+
+
+FEW = {name: WATCHED[name] for name in ("kl", "cosine")} | {
+    "logit_diff": {"kind": "logit_diff", "answers": ["target", "foil"]},
+    "prob": {"kind": "prob", "answer": "target"},
+}
+
+
+def watched(axes: Any, *writes: Any, **more: Any) -> Sweep:
+    """Writes under measures of the inside."""
+    return sweep_of(axes=axes, writes=list(writes), measures=WATCHED, **more)
+
+
+def moved(axes: Any, *writes: Any, **more: Any) -> Sweep:
+    """Writes under a few measures."""
+    return sweep_of(axes=axes, writes=list(writes), measures=FEW, **more)
+
+
+RESID = {"site": "resid_post", "layer": "$layer", "position": "last"}
+SENDER = {"site": "z", "layer": 1, "head": 2, "position": "last", "set": "donor"}
+FROZEN = {
+    **{"site": "z", "layers": "all", "heads": "all", "position": "last"},
+    "set": {"patch": "text"},
+}
+CORRUPTED = {"site": "embed", "position": "subject", "noise": {"std": 1.0, "seed": 5}}
+LAYER = {"layer": [0, 2, 3]}
+
+
+def place_sweeps() -> dict[str, Sweep]:
+    """Sweeps over sites that not every family has."""
+    return {
+        "ln1": moved(LAYER, RESID | {"site": "ln1", "set": "donor"}),
+        "ln2": moved(LAYER, RESID | {"site": "ln2", "set": "donor"}),
+        "ln_final": moved({}, {"site": "ln_final", "position": "last", "set": 0.5}),
+        "resid_mid": watched(
+            {"layer": "all", "position": PLACES},
+            RESID | {"site": "resid_mid", "position": "$position", "set": "donor"},
+        ),
+        "resid_mid and behind it": watched(
+            {"layer": [1, 2]},
+            RESID | {"site": "resid_mid", "noise": {"std": 0.5}},
+            RESID | {"site": "mlp_out", "set": 0.1},
+            RESID | {"mix": {"source": "donor", "weight": 0.5}},
+        ),
+        "mlp_pre": moved(LAYER, RESID | {"site": "mlp_pre", "set": "donor"}),
+        "neurons": moved(
+            {"layer": [0, 2], "unit": [0, 5, 63]},
+            RESID | {"site": "mlp_post", "units": "$unit", "set": 3.0},
+        ),
+        "some neurons": moved(
+            {"layer": [0, 2]},
+            RESID | {"site": "mlp_post", "units": [3, 1, 40], "set": "donor"},
+        ),
+    }
+
+
+def write_sweeps(vector: str) -> dict[str, Sweep]:
+    """Sweeps over kinds of writes."""
+    noisy = {"prompt": "text", "writes": [CORRUPTED]}
+    path = {"prompt": "text", "writes": [FROZEN, SENDER]}
+    odd = {"prompt": "donor", "writes": [RESID | {"layer": 0, "set": 0.5}]}
+    return {
+        "several layers": moved(
+            {}, {"site": "mlp_out", "layers": [0, 3], "position": "all", "set": 0.0}
+        ),
+        "several heads": moved(LAYER, RESID | {"site": "z", "heads": [0, 3], "set": "donor"}),
+        "every head": moved(LAYER, RESID | {"site": "z", "heads": "all", "set": 0.0}),
+        "noise on heads": moved(
+            {"layer": [0, 2]}, RESID | {"site": "z", "heads": "all", "noise": {"std": 1.0}}
+        ),
+        "another layer": moved(LAYER, RESID | {"set": {"patch": "donor", "layer": 1}}),
+        "another place": moved(
+            LAYER, RESID | {"set": {"patch": "text", "site": "embed", "position": "second"}}
+        ),
+        "renormalize": moved(
+            {"layer": [0, 2], "scale": [1.0, 4.0]},
+            RESID | {"add": {"vector": {"unit": 3}, "scale": "$scale"}},
+            RESID | {"renormalize": "text"},
+        ),
+        "renormalize like the donor": moved(LAYER, RESID | {"renormalize": "donor"}),
+        "renormalize to a length": moved(
+            {"length": [0.0, 2]}, RESID | {"layer": 1, "renormalize": "$length"}
+        ),
+        "unit length": moved(
+            {"layer": [0, 2]}, RESID | {"add": {"vector": DIFFERENCE | {"normalize": True}}}
+        ),
+        "file of unit length": moved(
+            {"layer": [0, 2]}, RESID | {"add": {"vector": {"file": vector, "normalize": True}}}
+        ),
+        "mean per token": moved(
+            LAYER,
+            RESID | {"set": {"mean": "text", "per_token": True}},
+            positions={"subject": SUBJECT_END},
+        ),
+        "resample": moved(
+            {"layer": [0, 2], "seed": [0, 1]},
+            RESID | {"set": {"resample": "donor", "seed": "$seed"}},
+        ),
+        "patch from noise": moved(
+            LAYER, RESID | {"set": {"patch": "noisy"}}, runs={"noisy": noisy}
+        ),
+        "path": watched(LAYER, RESID | {"set": {"patch": "path"}}, runs={"path": path}),
+        "donor under writes": moved(
+            {"layer": [1, 2]},
+            RESID | {"mix": {"source": {"patch": "odd"}, "weight": 0.7}},
+            runs={"odd": odd},
+        ),
+    }
+
+
+SUBJECT_END = {"text": "word", "donor_text": "source_word", "token": "last"}
+EDGE = {"layer": [0, 2], "head": [0, 3]}
+ATTENTION = {"layer": "$layer", "head": "$head", "position": "last"}
+
+
+def attention_sweeps() -> dict[str, Sweep]:
+    """Sweeps over attention, which need its eager implementation."""
+    return {
+        "knockout": moved(
+            EDGE, ATTENTION | {"site": "attn_scores", "keys": "subject", "knockout": True}
+        ),
+        "knockout everywhere": moved(
+            {},
+            {"site": "attn_scores", "layers": "all", "heads": "all", "position": "last"}
+            | {"keys": "subject", "knockout": True},
+        ),
+        "pattern": moved(EDGE, ATTENTION | {"site": "pattern", "keys": "subject", "set": "donor"}),
+        "whole pattern": moved(EDGE, ATTENTION | {"site": "pattern", "set": 0.1}),
+        "scores": moved(
+            EDGE, ATTENTION | {"site": "attn_scores", "keys": "subject", "clamp": {"low": 2.0}}
+        ),
+        "both": watched(
+            EDGE,
+            ATTENTION | {"site": "attn_scores", "keys": "second", "knockout": True},
+            ATTENTION | {"site": "pattern", "keys": "subject", "set": 0.7},
+            RESID | {"set": 0.25},
+        ),
+    }

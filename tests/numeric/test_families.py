@@ -16,7 +16,16 @@ from harness import (
     sweep_of,
     whole_logits,
 )
-from sweeps import exact_sweeps, layered, mean_sweeps, projection_sweeps, write_vector
+from sweeps import (
+    attention_sweeps,
+    exact_sweeps,
+    layered,
+    mean_sweeps,
+    place_sweeps,
+    projection_sweeps,
+    write_sweeps,
+    write_vector,
+)
 
 from nnsweep import jobs
 from nnsweep.chunks import keys_of
@@ -28,6 +37,7 @@ TOLERANCE = 1e-4
 MEANS = ("mean", "mix mean", "mean z", "mean difference", "vector")
 FUSED = ("gpt2", "gpt_neox", "bloom", "falcon")
 UNMOVED = ("behaviour",)
+INSIDE = ("ln1", "resid_mid", "ln2", "mlp_pre", "mlp_post", "ln_final")
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +191,78 @@ def test_points_of_one_pass_do_not_mix(prepared):
     assert max(points_a_pass(stacked)) > 1 == max(points_a_pass(alone))
     found, expected = (run_chunks(local, plan.chunks) for plan in (stacked, alone))
     assert largest_difference(expected, found, ["rank"]) < TOLERANCE
+
+
+# --- more places, writes and measures ---------------------------------------------------------
+
+
+def near_reference(prepared, sweep, family, **how):
+    """`exact` and `fast` give the values of plain hooks."""
+    model, local, reference, rows = prepared(family, sweep, **how)
+    expected = run(reference, sweep, model, rows, batch_rows=PAIR)
+    assert effect(expected) > 10 * TOLERANCE
+    for recompute in ("exact", "fast"):
+        found = run(local, sweep, model, rows, recompute=recompute)
+        assert largest_difference(expected, found, ["rank"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", place_sweeps())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_places_inside_a_layer(prepared, family, name):
+    """Where a family has no such place, it is refused with the reason."""
+    sweep = place_sweeps()[name]
+    model, *_, rows = prepared(family, sweep)
+    site = sweep.writes[0].site
+    if site in model["shape"]["refused"]:
+        with pytest.raises(UserError, match=model["shape"]["refused"][site]):
+            plan_of(sweep, model, rows)
+    else:
+        near_reference(prepared, sweep, family)
+
+
+def test_families_have_the_places_that_their_layers_have(tiny_model):
+    missing = {
+        family: {site for site in tiny_model(family)["shape"]["refused"] if site in INSIDE}
+        for family in FAMILIES
+    }
+    parallel = {"resid_mid", "ln2"}
+    assert {family: sites for family, sites in missing.items() if sites} == {
+        "gpt_neox": {"resid_mid"},
+        **dict.fromkeys(("phi", "gptj", "falcon"), parallel),
+        "olmo2": {"ln1", "ln2"},
+        "mixtral": {"mlp_pre", "mlp_post"},
+    }
+
+
+@pytest.mark.parametrize("name", write_sweeps("unused"))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt", "bloom", "gptj"])
+def test_kinds_of_writes(prepared, family, name, tmp_path):
+    width = prepared(family)[0]["shape"]["hidden"]
+    near_reference(prepared, write_sweeps(write_vector(tmp_path, LAYERS, width))[name], family)
+
+
+@pytest.mark.parametrize("name", attention_sweeps())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_edges(prepared, family, name):
+    near_reference(prepared, attention_sweeps()[name], family, attention="eager")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_lens_at_the_last_layer_is_the_model(prepared, family):
+    """Final norm, output embedding and softcap, as a measure over all layers in one pass."""
+    measures = {
+        "lens": {"kind": "log_prob", "answer": "target", "lens": {}},
+        "model": {"kind": "log_prob", "answer": "target"},
+    }
+    sweep = sweep_of(writes=[], measures=measures)
+    model, local, _, rows = prepared(family, sweep)
+    for values in run(local, sweep, model, rows).values():
+        assert abs(values[f"lens.{LAYERS - 1}"] - values["model"]) < TOLERANCE
+        assert abs(values["lens.0"] - values["model"]) > 10 * TOLERANCE
+
+
+def test_attention_needs_its_eager_implementation(prepared):
+    sweep = attention_sweeps()["pattern"]
+    model, *_, rows = prepared("llama", sweep)
+    with pytest.raises(UserError, match="attention: eager"):
+        plan_of(sweep, model, rows)

@@ -130,8 +130,15 @@ def model_of(layers: int = 4, heads: int = 4, **changes: Any) -> dict[str, Any]:
         "mlp": "model.layers.{layer}.mlp",
         "projection": "model.layers.{layer}.self_attn.o_proj",
         **{site: f"model.layers.{{layer}}.self_attn.{site}_proj" for site in ("q", "k", "v")},
+        "softmax": "model.layers.{layer}.self_attn.source.softmax",
+        "ln1": "model.layers.{layer}.input_layernorm",
+        **dict.fromkeys(("ln2", "mid"), "model.layers.{layer}.post_attention_layernorm"),
+        "up": "model.layers.{layer}.mlp.gate_proj",
+        "down": "model.layers.{layer}.mlp.down_proj",
+        "ln_final": "model.norm",
     }
     sizes = {"heads": heads, "kv_heads": heads, "head_dim": 8, "hidden": 8 * heads, "vocab": 100}
+    sizes |= {"neurons": 64}
     sites, refused = site_table("llama", paths, sizes)
     shape = sizes | {
         "family": "llama",
@@ -143,6 +150,7 @@ def model_of(layers: int = 4, heads: int = 4, **changes: Any) -> dict[str, Any]:
         "window": None,
         "joins": True,
         "head": "lm_head",
+        "lens": {"norm": "model.norm", "head": "lm_head", "softcap": None},
         "layer_path": paths["layer"],
         "sites": sites,
         "refused": refused,

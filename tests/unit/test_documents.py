@@ -93,7 +93,7 @@ def test_a_key_is_never_suggested_for_itself():
         ("model.dtype", "float64", "float32"),
         ("model.revision", 100000.0, "quotes"),
         ("writes", {"site": "z"}, "list"),
-        ("writes.0.site", "resid_mid", "resid_post"),
+        ("writes.0.site", "resid_out", "resid_post"),
         ("writes.0.layer", -1, "-1"),
         ("writes.0.layer", "3", "'3'"),
         ("writes.0.layer", 1.5, "1.5"),

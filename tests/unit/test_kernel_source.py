@@ -77,7 +77,7 @@ def test_measures_use_torch_beside_the_standard_library():
 
 def test_there_are_traces_to_check(traced):
     names = {function.name for path, function in traced if path.name == "kernel.py"}
-    assert {"trace_clean", "trace_pass"} <= names
+    assert {"trace_start", "trace_run"} <= names
 
 
 def test_a_function_holds_one_trace(traced):

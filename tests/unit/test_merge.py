@@ -34,6 +34,7 @@ from nnsweep.tables import (
 )
 
 WRITE = {"site": "resid_post", "layer": "$layer", "position": "$position", "set": "donor"}
+ALONE = [{"name": "logit_diff", "kind": "logit_diff"}]
 AXES = {"layer": [0, 1, 2], "position": ["last", "subject"]}
 BAD = [
     record(7, "The town of {} is", "The town of {} is", "Lagos", "Mali") | {"word": "Nowhere"},
@@ -218,9 +219,9 @@ def test_a_missing_value_is_named(chain):
     sweep = chain.sweep(RECORDS)
     results, plan = chain.run(sweep, chunk_passes=2)
     names = [chunk["chunk_id"] for chunk in plan.chunks]
-    parts = read_parts(results / "local" / "chunks", names[1:], ["logit_diff"])
+    parts = read_parts(results / "local" / "chunks", names[1:], ALONE)
     with pytest.raises(CheckFailed, match=r"\d+ of 30 values are missing, the first is point"):
-        assemble(sweep, results, parts)
+        assemble(sweep, results, ALONE, parts)
 
 
 def test_a_value_that_came_twice_is_named(chain):
@@ -228,17 +229,17 @@ def test_a_value_that_came_twice_is_named(chain):
     results, plan = chain.run(sweep)
     names = [chunk["chunk_id"] for chunk in plan.chunks]
     with pytest.raises(CheckFailed, match=f"stands twice; delete .*{names[0]}.parquet and run"):
-        read_parts(results / "local" / "chunks", names + names, ["logit_diff"])
+        read_parts(results / "local" / "chunks", names + names, ALONE)
 
 
 def test_a_value_that_was_not_asked_for_is_refused(chain):
     sweep = chain.sweep(RECORDS)
     results, plan = chain.run(sweep)
     names = [chunk["chunk_id"] for chunk in plan.chunks]
-    parts = read_parts(results / "local" / "chunks", names, ["logit_diff"])
+    parts = read_parts(results / "local" / "chunks", names, ALONE)
     stranger = parts.iloc[[0]].assign(point_key="stranger")
     with pytest.raises(CheckFailed, match="31 values came back, 30 were asked for"):
-        assemble(sweep, results, type(parts)(_stacked(parts, stranger)))
+        assemble(sweep, results, ALONE, type(parts)(_stacked(parts, stranger)))
 
 
 def _stacked(*frames):
@@ -252,7 +253,7 @@ def test_a_part_of_another_sweep_is_refused(chain):
     other = part_schema(["kl"])
     write_table(results / "local" / "chunks" / f"{name}.parquet", other.empty_table(), other)
     with pytest.raises(NnsweepError, match="columns are not those asked for"):
-        read_parts(results / "local" / "chunks", [name], ["logit_diff"])
+        read_parts(results / "local" / "chunks", [name], ALONE)
 
 
 def test_a_broken_control_leaves_no_values(chain):
@@ -431,5 +432,6 @@ def test_points_are_written_with_typed_axes(chain):
     assert table.schema.field("layer").type == pa.int32()
     assert table.schema.field("position").type == pa.string()
     writes = [json.loads(text) for text in table["writes"].to_pylist()]
-    assert writes[1][0] == {"site": "resid_post", "layer": 0, "position": "subject", "set": "donor"}
+    place = {"site": "resid_post", "layer": 0, "position": "subject"}
+    assert writes[1][0] == place | {"set": place | {"patch": "donor"}}
     assert len(np.unique(table["point_id"].to_numpy(zero_copy_only=False))) == 6

@@ -195,7 +195,7 @@ def test_a_large_value_is_judged_by_its_last_places() -> None:
 def test_a_ratio_that_is_guarded_on_both_sides_is_reported_and_proves_nothing() -> None:
     verdict = judge(same, same)
     assert (verdict["holds"], verdict["empty"]) == (True, 1)
-    assert "1 guarded ratios have no number on either side" in sentence(verdict)
+    assert "1 guarded values have no number on either side" in sentence(verdict)
 
 
 @pytest.mark.parametrize("status", ["ok", "error"])

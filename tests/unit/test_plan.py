@@ -278,7 +278,7 @@ def test_a_point_that_cannot_differ_is_known(tmp_path, write, inert):
     assert [item["inert"] for item in passes_of(plan)] == [inert]
     assert inert_rows(plan.chunks) == ({plan.points[0].point_key: 1} if inert else {})
     (block,) = plan.chunks[0]["blocks"]
-    means = sum(len(batches) for batches in plan.chunks[0]["references"].values())
+    means = sum(len(one["batches"]) for one in plan.chunks[0]["references"].values())
     assert forward_passes(plan.chunks) == clean_runs(block) + means + (not inert)
     assert not any(item["inert"] for item in passes_of(plan_of(sweep, rows, recompute="exact")))
 

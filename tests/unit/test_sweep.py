@@ -353,10 +353,10 @@ def test_no_two_points_are_the_same_experiment(axes):
             {"site": "z", "layer": 0, "head": 0, "position": "last", "set": 0, "noise": {"std": 1}},
             "exactly one of",
         ),
-        ({"site": "resid_post", "position": "last", "set": 0}, "takes a layer"),
+        ({"site": "resid_post", "position": "last", "set": 0}, "takes layer or layers"),
         ({"site": "embed", "layer": 0, "position": "last", "set": 0}, "takes no layer"),
         ({"site": "logits", "layer": 0, "position": "last", "set": 0}, "takes no layer"),
-        ({"site": "z", "layer": 0, "position": "last", "set": 0}, "takes a head"),
+        ({"site": "z", "layer": 0, "position": "last", "set": 0}, "takes head or heads"),
         ({"site": "mlp_out", "layer": 0, "head": 0, "position": "last", "set": 0}, "takes no head"),
     ],
 )

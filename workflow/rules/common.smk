@@ -37,7 +37,8 @@ if workflow.is_main_process:
         raise WorkflowError(f"{SWEEP_FILE}: {error}") from None
     logger.info(f"{line}, engine {ENGINE}")
 
-MEASURES = list(SPEC.measures)
+# A list of tokens has no mean to draw.
+MEASURES = [name for name, one in SPEC.measures.items() if one.kind != "top_k"]
 VECTOR_FILES = vector_files(SPEC)
 
 # One string each: Snakemake compares params as a set of values without names. The order of the

@@ -104,7 +104,7 @@ def pack(model: Any, chunk: Mapping[str, Any]) -> bytes:
 
     nnsight.register(kernel)
     nnsight.register(measures)
-    plan = {name: chunk[name] for name in ("measures", "references", "blocks")}
+    plan = {name: chunk[name] for name in ("measures", "reads", "references", "blocks")}
     plan["model"] = {"shape": chunk["model"]["shape"]}
     packer = _Packer()
     _session(model, plan, measures.functions(), packer)

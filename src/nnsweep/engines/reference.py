@@ -5,8 +5,9 @@ shared. It reads the same plan as the other engines, but none of the kernel's co
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ from nnsweep.models import locate
 
 Plain = Mapping[str, Any]
 Edit = Callable[[Tensor], Tensor]
+Hook = tuple[Plain, Edit]
+"""A place and what is done to the activation there."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run gives the measures: float32 logits (rows, vocab), and reads (rows, width)."""
+
+    logits: Tensor
+    reads: list[Tensor]
 
 
 class ReferenceEngine:
@@ -58,129 +69,228 @@ class ReferenceEngine:
         return Result(torch.cat(parts), facts, [])
 
     def _point(self, chunk: Plain, block: Plain, edits: list[Plain]) -> Tensor:
-        hooks = [(edit["tap"], self._edit(chunk, block, edit)) for edit in edits]
-        changed = self._logits(block["ids"], block["measured"], hooks)
-        clean = self._logits(block["ids"], block["measured"], [])
-        donor = clean
-        if block["donor_ids"]:
-            donor = self._logits(block["donor_ids"], block["donor_measured"], [])
+        hooks = [self._hook(chunk, block, edit, "base") for edit in edits]
+        changed = self._run(chunk, block, "base", hooks)
+        clean = self._run(chunk, block, "base", [])
+        donor = self._run(chunk, block, "donor", []) if block["donor_ids"] else clean
         answers = {k: torch.tensor(v, device=self.device) for k, v in block["answers"].items()}
         columns = [
-            _column(chunk, spec, changed, clean, donor, answers) for spec in chunk["measures"]
+            self._column(chunk, spec, changed, clean, donor, answers) for spec in chunk["measures"]
         ]
-        return torch.stack(columns, 1).float().cpu()
+        return torch.cat(columns, 1).float().cpu()
 
-    def _logits(self, ids: Any, at: list[int], hooks: list[tuple[Plain, Edit]]) -> Tensor:
-        """Full forward pass under hooks; float32 logits (rows, vocab) at the tokens `at`."""
+    def _run(self, chunk: Plain, block: Plain, side: str, hooks: list[Hook]) -> Run:
+        """A run of the prompts or of the donors, with what the measures read."""
+        prompt = "donor_" if side == "donor" else ""
+        ids, at = block[f"{prompt}ids"], block[f"{prompt}measured"]
+        logits, seen = self._forward(ids, hooks, [read["tap"] for read in chunk["reads"]])
+        reads = []
+        for read, whole in zip(chunk["reads"], seen, strict=True):
+            places = block["positions"][read["position"]][side]
+            reads.append(torch.stack([whole[row, t[-1]] for row, t in enumerate(places)]))
+        return Run(torch.stack([logits[row, token] for row, token in enumerate(at)]).float(), reads)
+
+    def _forward(
+        self, ids: Any, hooks: list[Hook], taps: Sequence[Plain] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Full forward pass under hooks: logits (rows, tokens, vocab), and what is at `taps`."""
         inputs = torch.tensor(ids, device=self.device)
-        with _hooked(self.module, [hook for hook in hooks if hook[0]["side"] != "logits"]):
-            logits = self.module(inputs, attention_mask=torch.ones_like(inputs)).logits
+        seen: list[tuple[int, Tensor]] = []
+        keep = [(tap, _keeper(seen, number)) for number, tap in enumerate(taps)]
+        with _hooked(self.module, [hook for hook in hooks + keep if hook[0]["side"] != "logits"]):
+            logits: Tensor = self.module(inputs, attention_mask=torch.ones_like(inputs)).logits
         for tap, edit in hooks:
             if tap["side"] == "logits":
                 logits = edit(logits)
-        return torch.stack([logits[row, token] for row, token in enumerate(at)]).float()
+        found = dict(seen)
+        whole = [logits if t["side"] == "logits" else found[n] for n, t in enumerate(taps)]
+        return logits, [_selected(one, tap, ids) for one, tap in zip(whole, taps, strict=True)]
 
-    def _capture(self, ids: Any, tap: Plain) -> Tensor:
-        """A place's activation in a run without writes: (rows, tokens, width)."""
-        seen: list[Tensor] = []
+    def _capture(self, ids: Any, tap: Plain, hooks: Sequence[Hook] = ()) -> Tensor:
+        """A place's activation in a run: (rows, tokens, width), or (rows, heads, tokens, keys)."""
+        return self._forward(ids, list(hooks), [tap])[1][0]
 
-        def keep(value: Tensor) -> Tensor:
-            seen.append(value.clone())
-            return value
-
-        if tap["side"] == "logits":
-            inputs = torch.tensor(ids, device=self.device)
-            logits: Tensor = self.module(inputs, attention_mask=torch.ones_like(inputs)).logits
-            return logits
-        self._logits(ids, [0] * len(ids), [(tap, keep)])
-        whole = seen[0].reshape(len(ids), len(ids[0]), -1)
-        return whole[..., tap["low"] : tap["high"]]
-
-    def _edit(self, chunk: Plain, block: Plain, edit: Plain) -> Edit:
+    def _hook(self, chunk: Plain, block: Plain, edit: Plain, side: str) -> Hook:
         """The edit as a function of a whole activation; its operand is computed here, anew."""
-        tap, places = edit["tap"], block["positions"][edit["position"]]
-        operand = self._operand(chunk, block, edit)
+        tap, operand = edit["tap"], self._operand(chunk, block, edit, side)
+        places = block["positions"][edit["position"]][side]
+        units = tap.get("units", list(range(tap["low"], tap["high"])))
 
         def write(given: Tensor) -> Tensor:
-            value = given.clone().reshape(len(block["ids"]), len(block["ids"][0]), -1)
-            for row, tokens in enumerate(places["base"]):
+            value = given.clone().reshape(len(places), -1, given.shape[-1])
+            for row, tokens in enumerate(places):
                 for k, token in enumerate(tokens):
-                    old = value[row, token, tap["low"] : tap["high"]]
-                    value[row, token, tap["low"] : tap["high"]] = operand(old, row, k)
+                    old = value[row, token, units]
+                    value[row, token, units] = operand(old, row, k).to(value.dtype)
             return value.reshape(given.shape)
 
-        return write
+        def write_edges(given: Tensor) -> Tensor:
+            value = given.clone()
+            for row, tokens in enumerate(places):
+                for i, token in enumerate(tokens):
+                    for j, key in enumerate(block["positions"][edit["keys"]][side][row]):
+                        if key <= token:
+                            old = value[row, units, token, key]
+                            value[row, units, token, key] = operand(old, row, (i, j))
+            return value
 
-    def _operand(self, chunk: Plain, block: Plain, edit: Plain) -> Callable[..., Tensor]:
+        return tap, write_edges if "keys" in edit else write
+
+    def _operand(self, chunk: Plain, block: Plain, edit: Plain, side: str) -> Callable[..., Tensor]:
         """A function (old value, row, k-th token of the position) -> new value."""
-        operand, places = edit["operand"], block["positions"][edit["position"]]
-        kind = operand["kind"]
-        if edit["op"] == "clamp":
+        operand, op = edit["operand"], edit["op"]
+        if op == "clamp":
             low, high = operand.get("low", -torch.inf), operand.get("high", torch.inf)
             return lambda old, row, k: old.clip(low, high)
-        if edit["op"] == "mix":
-            whole = self._operand(chunk, block, {**edit, "op": "set"})
+        if op == "noise":
+            places = block["positions"][edit["position"]][side]
+            std, seeds = operand["std"], operand["seeds"]
+            return lambda old, row, k: old.float() + std * _noise(seeds[row], places[row], old)[k]
+        source = self._source(chunk, block, edit, side)
+        if op == "add":
+            return lambda old, row, k: old.float() + operand["scale"] * source(old, row, k)
+        if op == "mix":
             weight = operand["weight"]
             return lambda old, row, k: (
-                (1 - weight) * old.float() + weight * whole(old, row, k).float()
-            ).to(old.dtype)
+                (1 - weight) * old.float() + weight * source(old, row, k).float()
+            )
+        if op == "renormalize":
+            fixed = operand["value"] if operand["kind"] == "number" else None
+            return lambda old, row, k: _scaled(old, source(old, row, k), fixed)
+        return source
+
+    def _source(self, chunk: Plain, block: Plain, edit: Plain, side: str) -> Callable[..., Tensor]:
+        """What is set, added or mixed in, as a function like `_operand`'s."""
+        operand, kind = edit["operand"], edit["operand"]["kind"]
         if kind in ("donor", "self"):
-            side = "donor" if kind == "donor" else "base"
-            ids = block["donor_ids"] if kind == "donor" else block["ids"]
-            source = self._capture(ids, edit["tap"])
-            return lambda old, row, k: source[row, places[side][row][k]]
+            return self._patch(chunk, block, edit, side)
         if kind == "number":
             return lambda old, row, k: torch.full_like(old, operand["value"])
-        if kind == "noise":
-            return lambda old, row, k: (
-                old.float() + operand["std"] * _noise(operand["seeds"][row], places, row, old)[k]
-            ).to(old.dtype)
-        vector = self._vector(chunk, operand)
-        if edit["op"] == "set":
-            return lambda old, row, k: vector.to(old.dtype)
-        return lambda old, row, k: (old.float() + operand["scale"] * vector).to(old.dtype)
-
-    def _vector(self, chunk: Plain, operand: Plain) -> Tensor:
-        if operand["kind"] == "vector":
-            return torch.tensor(operand["values"], device=self.device)
-        vector = self._mean(chunk["references"][str(operand["plus"])])
+        if kind == "lowest":
+            return lambda old, row, k: torch.full_like(old, torch.finfo(old.dtype).min)
+        if kind == "vector":
+            vector = torch.tensor(operand["values"], device=self.device)
+            return lambda old, row, k: vector
+        rows = self._taken(chunk["references"][str(operand["plus"])])
+        if kind == "resample":
+            return lambda old, row, k: rows[operand["partners"][row]][k]
+        if chunk["references"][str(operand["plus"])]["how"] == "tokens":
+            return lambda old, row, k: torch.stack([one[k] for one in rows.values()]).mean(0)
+        mean = torch.cat(list(rows.values())).mean(0)
         if "minus" in operand:
-            vector = vector - self._mean(chunk["references"][str(operand["minus"])])
-        return vector
+            others = self._taken(chunk["references"][str(operand["minus"])])
+            mean = mean - torch.cat(list(others.values())).mean(0)
+        if operand.get("normalize"):
+            mean = mean / mean.square().sum().sqrt()
+        return lambda old, row, k: mean
 
-    def _mean(self, batches: list[Plain]) -> Tensor:
-        rows = []
-        for batch in batches:
-            whole = self._capture(batch["ids"], batch["tap"])
-            for row, tokens in enumerate(batch["at"]):
-                rows += [whole[row, token].float() for token in tokens]
-        return torch.stack(rows).mean(0)
+    def _patch(self, chunk: Plain, block: Plain, edit: Plain, side: str) -> Callable[..., Tensor]:
+        operand = edit["operand"]
+        theirs = "donor" if operand["kind"] == "donor" else "base"
+        ids = block["donor_ids"] if theirs == "donor" else block["ids"]
+        under = [self._hook(chunk, block, one, theirs) for one in operand.get("under", [])]
+        whole = self._capture(ids, operand["tap"], under)
+        places = block["positions"][operand["position"]]
+        if "keys" in operand:
+            keys = block["positions"][operand["keys"]]
+            return lambda old, row, ij: whole[
+                row, :, places[theirs][row][ij[0]], keys[theirs][row][ij[1]]
+            ]
+        ours = block["positions"][edit["position"]][side]
+
+        def patched(old: Tensor, row: int, k: int) -> Tensor:
+            tokens = places[theirs][row]
+            if places["mean"] and len(tokens) != len(ours[row]):
+                return whole[row, tokens].float().mean(0)
+            return whole[row, tokens[k if len(tokens) > 1 else 0]]
+
+        return patched
+
+    def _taken(self, reference: Plain) -> dict[str, Tensor]:
+        """A place of every row of a reference set: key of the row -> float32 (tokens, width)."""
+        found = {}
+        for batch in reference["batches"]:
+            whole = self._capture(batch["ids"], reference["tap"])
+            for row, key in enumerate(batch["row_keys"]):
+                found[key] = whole[row, batch["at"][row]].float()
+        return found
+
+    def _column(
+        self, chunk: Plain, spec: Plain, run: Run, clean: Run, donor: Run, answers: Any
+    ) -> Tensor:
+        """One measure: (rows, columns)."""
+        logits, base = run.logits, clean.logits
+        if spec["kind"] == "cosine":
+            other = (donor if spec["against"] == "donor" else clean).reads[spec["read"]].float()
+            ours = run.reads[spec["read"]].float()
+            lengths = ours.square().sum(-1).sqrt() * other.square().sum(-1).sqrt()
+            return ((ours * other).sum(-1) / lengths)[:, None]
+        if spec["kind"] == "recovery":
+            of = next(other for other in chunk["measures"] if other["name"] == spec["of"])
+            ours, start, end = (
+                self._column(chunk, of, one, clean, donor, answers) for one in (run, clean, donor)
+            )
+            ratio = (ours - start) / (end - start)
+            ratio[(end - start).abs() < spec["min_gap"]] = torch.nan
+            return ratio
+        if "lens" in spec:
+            shape = chunk["model"]["shape"]
+            logits = self._lens(shape, run.reads[spec["lens"]])
+            base = self._lens(shape, clean.reads[spec["lens"]])
+        if spec["kind"] == "top_k":
+            order = logits.argsort(-1, descending=True)[:, : spec["k"]]
+            return torch.cat([order.float(), logits.log_softmax(-1).gather(-1, order)], -1)
+        names = spec.get("answers") or [spec[key] for key in ("answer",) if key in spec]
+        found = functions()[spec["kind"]](logits, base, [answers[name] for name in names])
+        return found[:, None]
+
+    def _lens(self, shape: Plain, stream: Tensor) -> Tensor:
+        """What the end of the model makes of a stream (rows, width)."""
+        hidden = self.module.get_submodule(shape["lens"]["norm"])(stream[:, None])
+        logits: Tensor = self.module.get_output_embeddings()(hidden)[:, 0].float()
+        cap = shape["lens"]["softcap"]
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def _noise(seed: int, places: Plain, row: int, old: Tensor) -> Tensor:
+def _keeper(seen: list[tuple[int, Tensor]], number: int) -> Edit:
+    def keep(value: Tensor) -> Tensor:
+        seen.append((number, value.clone()))
+        return value
+
+    return keep
+
+
+def _selected(whole: Tensor, tap: Plain, ids: Any) -> Tensor:
+    """The heads or components of a place."""
+    units = tap.get("units", list(range(tap["low"], tap["high"])))
+    if "edges" in tap:
+        return whole[:, units]
+    return whole.reshape(len(ids), -1, whole.shape[-1])[..., units]
+
+
+def _noise(seed: int, tokens: Sequence[int], old: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    count = len(places["base"][row])
-    return torch.randn(count, old.shape[-1], generator=generator).to(old.device)
+    return torch.randn(len(tokens), old.shape[-1], generator=generator).to(old.device)
 
 
-def _column(
-    chunk: Plain, spec: Plain, logits: Tensor, clean: Tensor, donor: Tensor, answers: Any
-) -> Tensor:
-    if spec["kind"] == "recovery":
-        of = next(other for other in chunk["measures"] if other["name"] == spec["of"])
-        ours, base, theirs = (
-            _column(chunk, of, run, clean, donor, answers) for run in (logits, clean, donor)
-        )
-        ratio = (ours - base) / (theirs - base)
-        ratio[(theirs - base).abs() < spec["min_gap"]] = torch.nan
-        return ratio
-    names = spec.get("answers") or [spec[key] for key in ("answer",) if key in spec]
-    return functions()[spec["kind"]](logits, clean, [answers[name] for name in names])
+def _scaled(old: Tensor, like: Tensor, fixed: float | None) -> Tensor:
+    """A vector with the length of another, or a given one; zero stays zero."""
+    own = old.float().square().sum().sqrt()
+    length = like.float().square().sum().sqrt() if fixed is None else fixed
+    return old.float() * (length / own) if own > 0 else old.float()
 
 
 @contextmanager
-def _hooked(module: nn.Module, hooks: list[tuple[Plain, Edit]]) -> Iterator[None]:
-    handles = [_hook(module.get_submodule(tap["path"]), tap["side"], edit) for tap, edit in hooks]
+def _hooked(module: nn.Module, hooks: list[Hook]) -> Iterator[None]:
+    edges = [hook for hook in hooks if "edges" in hook[0]]
+    handles = [
+        _hook(module.get_submodule(tap["path"]), tap, edit)
+        for tap, edit in hooks
+        if "edges" not in tap
+    ]
+    for path in dict.fromkeys(tap["path"].split(".source.")[0] for tap, _ in edges):
+        mine = [hook for hook in edges if hook[0]["path"].startswith(f"{path}.source.")]
+        handles += _softmax_hooks(module.get_submodule(path), mine)
     try:
         yield
     finally:
@@ -188,20 +298,48 @@ def _hooked(module: nn.Module, hooks: list[tuple[Plain, Edit]]) -> Iterator[None
             handle.remove()
 
 
-def _hook(module: nn.Module, side: str, edit: Edit) -> Any:
+def _softmax_hooks(attention: nn.Module, hooks: list[Hook]) -> list[Any]:
+    """Edit what softmax reads and returns while one attention module runs."""
+    plain = torch.nn.functional.softmax
+
+    def edited(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for tap, edit in hooks:
+            scores = edit(scores) if tap["side"] == "input" else scores
+        pattern = plain(scores, *args, **kwargs)
+        for tap, edit in hooks:
+            pattern = edit(pattern) if tap["side"] == "output" else pattern
+        return pattern
+
+    def enter(*_: Any) -> None:
+        torch.nn.functional.softmax = edited  # type: ignore[assignment]
+
+    def leave(*_: Any) -> None:
+        torch.nn.functional.softmax = plain
+
+    return [
+        attention.register_forward_pre_hook(enter),
+        attention.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def _hook(module: nn.Module, tap: Plain, edit: Edit) -> Any:
     """Hook the first tensor that goes into or comes out of a module."""
+
+    def changed(value: Tensor) -> Tensor:
+        # The stream between attention and MLP goes on past its reader: the very tensor is changed.
+        return value.copy_(edit(value)) if "carry" in tap else edit(value)
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:
-            return (edit(args[0]), *args[1:]), kwargs
+            return (changed(args[0]), *args[1:]), kwargs
         name = next(iter(kwargs))
-        return args, kwargs | {name: edit(kwargs[name])}
+        return args, kwargs | {name: changed(kwargs[name])}
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
             return edit(output)
         return (edit(output[0]), *output[1:])
 
-    if side == "input":
+    if tap["side"] == "input":
         return module.register_forward_pre_hook(before, with_kwargs=True)
     return module.register_forward_hook(after)

@@ -271,5 +271,6 @@ def canary(part: Plain) -> Plain:
     return part | {
         "chunk_id": digest(["canary", item["pass_id"]]),
         "references": {},
+        "reads": [],
         "blocks": [block | {"passes": [alone | {"inert": False}]}],
     }
