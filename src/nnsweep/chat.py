@@ -5,6 +5,8 @@ the content that also stands in the template is never mistaken for it.
 """
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +24,40 @@ Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
+class Template:
+    """A tokenizer's chat template with the values of its variables."""
+
+    tokenizer: Any
+    variables: Mapping[str, Any]
+
+    def render(self, messages: Messages, generation: bool = True) -> "Rendered | str":
+        """The text of messages, or the template's own words against them."""
+        mine = messages[-1]["role"] == ASSISTANT
+        how: dict[str, Any] = {
+            "continue_final_message": mine,
+            "add_generation_prompt": generation and not mine,
+        }
+        how |= {"tokenize": False, "strftime_now": _no_clock}
+        try:
+            return Rendered(self.tokenizer.apply_chat_template(messages, **how, **self.variables))
+        except (TemplateError, TypeError, ValueError) as error:
+            return f"the chat template refuses the messages: {' '.join(str(error).split())[:200]}"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text of a chat, which is no reason against it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Chat:
     """Messages and the prompt they became."""
 
     messages: Messages
     text: str
+    template: Template
 
     @property
     def continues(self) -> bool:
@@ -34,26 +65,39 @@ class Chat:
         return self.messages[-1]["role"] == ASSISTANT
 
 
-def require_template(tokenizer: Any) -> None:
-    """Refuse a tokenizer that has no chat template.
+def template_of(tokenizer: Any, chat: bool | Mapping[str, Any]) -> Template:
+    """The tokenizer's template, with what the sweep's `prompts.chat` says of its variables.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no template, or it does not read a variable.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             "prompts.chat: the model's tokenizer has no chat template. Use a model that was tuned "
             "for chat, or plain prompts with chat: false."
         )
+    variables = chat if isinstance(chat, Mapping) else {}
+    for name in variables:
+        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            raise UserError(f"prompts.chat: the chat template does not read '{name}'. Remove it.")
+    return Template(tokenizer, variables)
 
 
-def chat_of(tokenizer: Any, cell: str) -> Chat | str:
+def _no_clock(_: str) -> str:
+    """Stands for the clock in a template; with it a sweep would be another one every day."""
+    raise UserError(
+        "prompts.chat: the chat template writes today's date. Fix it, as in "
+        'chat: {date_string: "26 Jul 2024"}.'
+    )
+
+
+def chat_of(template: Template, cell: str) -> Chat | str:
     """Render one cell of the prompt file, or say why it cannot be."""
     messages = read_messages(cell)
     if isinstance(messages, str):
         return messages
-    found = _render(tokenizer, messages)
-    return Chat(messages, found.text) if isinstance(found, _Rendered) else found
+    found = template.render(messages)
+    return found if isinstance(found, str) else Chat(messages, found.text, template)
 
 
 def read_messages(cell: str) -> Messages | str:
@@ -98,17 +142,16 @@ def _bad_end(messages: Messages) -> str | None:
     return None
 
 
-def span_of(tokenizer: Any, chat: Chat, role: str, occurrence: int | None) -> tuple[int, int] | str:
+def span_of(chat: Chat, role: str, occurrence: int | None) -> tuple[int, int] | str:
     """Characters [start, end) of a role's message in the prompt, or why there are none.
 
     Args:
-        tokenizer: The tokenizer whose template rendered the prompt.
         chat: The rendered messages.
         role: A role, or `generation` for what the template appended.
         occurrence: 1 is the first message of the role, -1 its last; None refuses several.
     """
     if role == GENERATION:
-        return _generation(tokenizer, chat)
+        return _generation(chat)
     numbers = [i for i, message in enumerate(chat.messages) if message["role"] == role]
     roles = [message["role"] for message in chat.messages]
     if not numbers:
@@ -118,7 +161,7 @@ def span_of(tokenizer: Any, chat: Chat, role: str, occurrence: int | None) -> tu
     place = nth(len(numbers), occurrence)
     if place is None:
         return f"only {len(numbers)} messages of role {role}; roles: {', '.join(roles)}"
-    return _content(tokenizer, chat, numbers[place])
+    return _content(chat, numbers[place])
 
 
 def nth(count: int, occurrence: int | None) -> int | None:
@@ -128,14 +171,14 @@ def nth(count: int, occurrence: int | None) -> int | None:
     return place if 0 <= place < count else None
 
 
-def _content(tokenizer: Any, chat: Chat, number: int) -> tuple[int, int] | str:
+def _content(chat: Chat, number: int) -> tuple[int, int] | str:
     """Where one content is: what a mark in its place has before it and after it."""
     content = chat.messages[number]["content"]
     if not content.strip():
         return f"message {number + 1} of role {chat.messages[number]['role']} is empty"
     marked = [dict(message) for message in chat.messages]
     marked[number]["content"] = MARK
-    found = _render(tokenizer, marked)
+    found = chat.template.render(marked)
     if isinstance(found, str):
         return found
     before, _, after = found.text.partition(MARK)
@@ -147,10 +190,10 @@ def _content(tokenizer: Any, chat: Chat, number: int) -> tuple[int, int] | str:
     return start, end
 
 
-def _generation(tokenizer: Any, chat: Chat) -> tuple[int, int] | str:
+def _generation(chat: Chat) -> tuple[int, int] | str:
     if chat.continues:
         return "no generation prompt, since the last message is the assistant's own"
-    bare = _render(tokenizer, chat.messages, generation=False)
+    bare = chat.template.render(chat.messages, generation=False)
     if isinstance(bare, str):
         return bare
     if not chat.text.startswith(bare.text) or chat.text == bare.text:
@@ -158,32 +201,17 @@ def _generation(tokenizer: Any, chat: Chat) -> tuple[int, int] | str:
     return len(bare.text), len(chat.text)
 
 
-def answer_join(tokenizer: Any, chat: Chat) -> str:
+def answer_join(chat: Chat) -> str:
     """White space that the template itself writes between a prompt and the assistant's words.
 
     An answer that continues the assistant's own message follows a space, as in a plain prompt.
     """
     if chat.continues:
         return " "
-    whole = _render(tokenizer, [*chat.messages, {"role": ASSISTANT, "content": MARK}])
-    before = whole.text.partition(MARK)[0] if isinstance(whole, _Rendered) else ""
+    whole = chat.template.render([*chat.messages, {"role": ASSISTANT, "content": MARK}])
+    before = "" if isinstance(whole, str) else whole.text.partition(MARK)[0]
     joint = before[len(chat.text) :]
     return joint if before.startswith(chat.text) and joint.isspace() else ""
-
-
-@dataclass(frozen=True)
-class _Rendered:
-    text: str
-
-
-def _render(tokenizer: Any, messages: Messages, generation: bool = True) -> _Rendered | str:
-    """Messages through the template, or the template's own words against them."""
-    mine = messages[-1]["role"] == ASSISTANT
-    how = {"continue_final_message": mine, "add_generation_prompt": generation and not mine}
-    try:
-        return _Rendered(tokenizer.apply_chat_template(messages, tokenize=False, **how))
-    except (TemplateError, TypeError, ValueError) as error:
-        return f"the chat template refuses the messages: {' '.join(str(error).split())[:200]}"
 
 
 def _short(value: Any) -> str:

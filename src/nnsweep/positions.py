@@ -6,7 +6,6 @@ has no tokens, or none that correspond, is a reason and never a neighbouring tok
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from nnsweep.chat import Chat, nth, span_of
 from nnsweep.sweep import Position, Sweep, Tokens, align_of, members_of
@@ -44,7 +43,6 @@ class Sides:
 
     sweep: Sweep
     record: Mapping[str, str]
-    tokenizer: Any
     base: Encoded
     donor: Encoded | None
 
@@ -203,7 +201,7 @@ def _found(sides: Sides, encoded: Encoded, position: Tokens, for_donor: bool) ->
         return _find(encoded, sides.record[column], position.occurrence)
     if encoded.chat is None or position.segment is None:
         return "the prompt is no chat"
-    span = span_of(sides.tokenizer, encoded.chat, position.segment, position.occurrence)
+    span = span_of(encoded.chat, position.segment, position.occurrence)
     return span if isinstance(span, str) else _covering(encoded, *span)
 
 

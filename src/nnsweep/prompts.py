@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from nnsweep.chat import answer_join, chat_of, require_template
+from nnsweep.chat import Template, answer_join, chat_of, template_of
 from nnsweep.errors import UserError
 from nnsweep.positions import Encoded, Place, Sides, place_of
 from nnsweep.sweep import Sweep, Tokens, uses_donor
@@ -141,13 +141,15 @@ def prepare_rows(sweep: Sweep, path: Path, tokenizer: Any, context: int) -> list
 
     Raises:
         UserError: a row cannot be used and `on_bad_row` is `refuse`, or no row can be used; or
-            the prompts are chats and the tokenizer has no chat template.
+            the prompts are chats and the tokenizer has no chat template (see `template_of`).
     """
-    if sweep.prompts.chat:
-        require_template(tokenizer)
+    chat = sweep.prompts.chat
+    template = template_of(tokenizer, chat) if chat else None
     available = set(_read_any(path).column_names)
     records = read_records(path, columns_of(sweep, available))
-    rows = [_row(sweep, record, i, tokenizer, context) for i, record in enumerate(records)]
+    rows = [
+        _row(sweep, record, i, tokenizer, template, context) for i, record in enumerate(records)
+    ]
     _refuse_doubles(rows, path)
     for row in rows:
         row.row_key = row.key()
@@ -211,16 +213,21 @@ def used_positions(sweep: Sweep) -> list[str]:
 
 
 def _row(
-    sweep: Sweep, record: Mapping[str, str], number: int, tokenizer: Any, context: int
+    sweep: Sweep,
+    record: Mapping[str, str],
+    number: int,
+    tokenizer: Any,
+    template: Template | None,
+    context: int,
 ) -> PromptRow:
     prompts = sweep.prompts
-    base = _prompt(sweep, record[prompts.text], tokenizer)
-    donor = _prompt(sweep, record[prompts.donor], tokenizer) if prompts.donor else None
+    base = _prompt(record[prompts.text], tokenizer, template)
+    donor = _prompt(record[prompts.donor], tokenizer, template) if prompts.donor else None
     answers, reason = _answers(sweep, record, base, tokenizer)
     reason = _bad_text(base, tokenizer, context) or reason
     if donor is not None and uses_donor(sweep):
         reason = reason or _prefixed("donor", _bad_text(donor, tokenizer, context))
-    sides = Sides(sweep, record, tokenizer, base, donor if uses_donor(sweep) else None)
+    sides = Sides(sweep, record, base, donor if uses_donor(sweep) else None)
     places = {name: place_of(sides, name) for name in used_positions(sweep)}
     return PromptRow(
         row_id=record.get(prompts.row_id) or f"row{number:05d}",
@@ -237,11 +244,11 @@ def _row(
     )
 
 
-def _prompt(sweep: Sweep, cell: str, tokenizer: Any) -> Encoded:
+def _prompt(cell: str, tokenizer: Any, template: Template | None) -> Encoded:
     """One cell as tokens; of a chat, the text that the model's template makes of it."""
-    if not sweep.prompts.chat or not cell.strip():
+    if template is None or not cell.strip():
         return _encode(tokenizer, cell)
-    chat = chat_of(tokenizer, cell)
+    chat = chat_of(template, cell)
     if isinstance(chat, str):
         return Encoded([], [], [], cell, problem=chat)
     return replace(_encode(tokenizer, chat.text, special=False), chat=chat)
@@ -280,7 +287,7 @@ def _answers(
 ) -> tuple[dict[str, list[int]], str | None]:
     """Ids of each answer as they follow the prompt, and why the row cannot be used, if so."""
     answers, reason = {}, None
-    prefix = _prefix(sweep, base, tokenizer) if sweep.prompts.answers else ""
+    prefix = _prefix(sweep, base) if sweep.prompts.answers else ""
     for name, column in sweep.prompts.answers.items():
         ids, problem = _answer_ids(base, record[column], prefix, tokenizer)
         answers[name] = ids
@@ -294,11 +301,11 @@ def _answers(
     return answers, reason
 
 
-def _prefix(sweep: Sweep, base: Encoded, tokenizer: Any) -> str:
+def _prefix(sweep: Sweep, base: Encoded) -> str:
     """What joins a prompt and its answer, unless the answer brings its own white space."""
     if sweep.prompts.answer_prefix is not None:
         return sweep.prompts.answer_prefix
-    return answer_join(tokenizer, base.chat) if base.chat else " "
+    return answer_join(base.chat) if base.chat else " "
 
 
 def _answer_ids(

@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictFloat, StrictInt, StrictStr, field_validator, model_validator
+from pydantic import (
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_validator,
+)
 
 from nnsweep.documents import Strict
 from nnsweep.errors import UserError
@@ -50,6 +58,14 @@ FORMS: dict[str, tuple[str, ...]] = {
     "union": (),
 }
 """The forms of a position that is written with keys, and which keys go with each (and `align`)."""
+
+NO_VARIABLES = {
+    *("conversation", "messages", "tokenize", "chat_template", "strftime_now"),
+    *("add_generation_prompt", "continue_final_message", "tools", "documents"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
+"""Names that mean something else to transformers than a variable of a chat template."""
 
 GENERATION = "generation"
 """The segment of a chat prompt that the template appends for the model to go on from."""
@@ -92,11 +108,19 @@ class Prompts(Strict):
         description="what joins a prompt and its answer; null is a space, or what a chat template "
         "puts there (mostly nothing)",
     )
-    chat: bool = Field(
+    chat: StrictBool | Annotated[dict[str, StrictBool | Scalar], Field(min_length=1)] = Field(
         False,
-        description="the columns text and donor hold lists of {role, content} messages, rendered "
-        "with the model's chat template",
+        description="true: the columns text and donor hold lists of {role, content} messages, for "
+        "the model's chat template; or {NAME: value} of the template's own variables",
     )
+
+    @field_validator("chat")
+    @classmethod
+    def _free_names(cls, value: Any) -> Any:
+        for name in value if isinstance(value, dict) else ():
+            if name in NO_VARIABLES:
+                raise ValueError(f"'{name}' is no variable to set; it follows from the messages")
+        return value
 
 
 Whole = Annotated[int, Field(strict=True)]

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from nnsweep.documents import parse
 from nnsweep.errors import UserError
 from nnsweep.prompts import from_table, prepare_rows, to_table
+from nnsweep.sweep import Sweep
 
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
@@ -26,12 +28,18 @@ TRIMMED = (
     "eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '# assistant\n' }}{% endif %}"
 )
 TWICE = "{% for m in messages %}{{ m['content'] + ' | ' + m['content'] }}{% endfor %}"
+DATED = (
+    "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "{{ 'Today is ' + date_string + '\n' }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    "{% if think is defined and think is false %}{{ '\nno' }}{% endif %}"
+)
 SHOUTED = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] | upper }}{% endfor %}"
 
 USER = {"role": "user", "content": "Name the capital of Austria."}
 SYSTEM = {"role": "system", "content": "Be brief."}
 BEGUN = {"role": "assistant", "content": "The capital is"}
 OTHER = {"role": "user", "content": "Name the capital of France."}
+COLUMNS = {"chat": True, "answers": {"target": "target", "foil": "foil"}}
 RECORD = {"row_id": "a", "word": "Austria", "other": "France", "target": "Paris", "foil": "Rome"}
 
 
@@ -55,9 +63,8 @@ def templated(tokenizer, tmp_path_factory):
 
 def chat_sweep(positions=None, **changes):
     """A sweep over chats that patches the position `here`."""
-    here = (positions or {"here": -1}) if "prompts" not in changes else {"here": -1}
-    prompts = document()["prompts"] | {"chat": True}
-    prompts["answers"] = {"target": "target", "foil": "foil"}
+    here = positions or {"here": -1}
+    prompts = document()["prompts"] | COLUMNS
     write = {"site": "resid_post", "layer": 0, "position": "here", "set": "donor"}
     plain = {"prompts": prompts, "positions": here, "axes": {}, "writes": [write]}
     return sweep_of(**plain | {"on_bad_row": "exclude"} | changes)
@@ -190,6 +197,55 @@ def test_a_model_without_a_template_is_one_line(tmp_path, tokenizer, templated):
             prepare_rows(chat_sweep(), path, bare, 0)
 
 
+def rows_with(chat, using, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD])
+    return prepare_rows(
+        chat_sweep(prompts=document()["prompts"] | COLUMNS | {"chat": chat}), path, using, 0
+    )
+
+
+def test_a_template_never_reads_the_clock(templated, tmp_path):
+    """With today's date in it, a sweep would be another one every day."""
+    with pytest.raises(UserError, match=r'writes today.*chat: \{date_string: "26 Jul 2024"\}'):
+        rows_with(True, templated(DATED), tmp_path)
+
+
+def test_the_templates_variables_can_be_set(templated, tmp_path):
+    (found,) = rows_with({"date_string": "26 Jul 2024"}, templated(DATED), tmp_path)
+    assert found.text.startswith("Today is 26 Jul 2024\n")
+    positions = {"here": {"segment": "user"}}
+    variables = {"date_string": "1", "think": False}
+    prompts = document()["prompts"] | COLUMNS | {"chat": variables}
+    sweep = chat_sweep(prompts=prompts, positions=positions)
+    path = write_jsonl(tmp_path / "rows.jsonl", [line([USER])])
+    (found,) = prepare_rows(sweep, path, templated(DATED), 0)
+    assert found.text == f"Today is 1\n{USER['content']}\nno"
+    assert found.reason is None
+    assert "".join(found.tokens[i] for i in found.positions["here"].base) == USER["content"]
+
+
+def test_a_variable_that_no_template_reads_is_one_line(templated, tmp_path):
+    with pytest.raises(UserError, match="template does not read 'thin'"):
+        rows_with({"thin": False}, templated(DATED), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ({}, "prompts.chat: got {}"),
+        ({"tokenize": True}, "prompts.chat: 'tokenize' is no variable to set"),
+        ({"strftime_now": "x"}, "prompts.chat: 'strftime_now' is no variable to set"),
+        ({"x": [1]}, "prompts.chat.x: got [1]"),
+        ("yes", "prompts.chat: got 'yes'"),
+    ],
+)
+def test_a_bad_value_of_chat_is_one_line(chat, message):
+    with pytest.raises(UserError) as caught:
+        parse(Sweep, document(prompts=document()["prompts"] | {"chat": chat}), "file.yaml")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("cell", "reason"),
     [
@@ -215,6 +271,8 @@ def test_bad_messages_are_a_reason(row, cell, reason):
     found = row(cell, [USER])
     assert reason in found.reason
     assert found.positions["here"].base == []
+    if cell:
+        assert found.positions["here"].reason == f"position here: {found.reason}"
     found = row([USER], cell)
     assert found.reason.startswith("donor: ")
     assert reason in found.reason

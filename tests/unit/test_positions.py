@@ -1,6 +1,9 @@
 """Positions with keys and lists: which tokens, which pairs, and what is refused."""
 
+import re
+
 import pytest
+import yaml
 from examples import RECORDS, document, plan_of, rows_of, sweep_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -11,7 +14,7 @@ from nnsweep.errors import UserError
 from nnsweep.explain import _row
 from nnsweep.positions import trimmed
 from nnsweep.prompts import from_table, to_table
-from nnsweep.sweep import Sweep, position_spec
+from nnsweep.sweep import FORMS, Sweep, Tokens, position_spec
 
 BASE, SOURCE = "The town of Aa Bb Cc is far", "The town of Xx is far"
 NAMES = {"subject": {"text": "word", "donor_text": "source_word"}, "second": 1}
@@ -440,3 +443,17 @@ def test_an_explanation_shows_pairs_as_tokens(tmp_path, align, shown):
     sweep = patched({"here": subject}, prompts=answerless, measures=kl)
     row, *_ = rows_of(sweep, tmp_path, [RECORDS[0] | mine, RECORDS[1]])
     assert f"  {shown}" in list(_row(row, "last", None))
+
+
+# --- the manual -------------------------------------------------------------------------------
+
+
+def test_the_positions_of_the_manual_are_allowed(repository):
+    text = (repository / "config" / "README.md").read_text(encoding="utf-8")
+    blocks = [yaml.safe_load(b) for b in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    found = {name: spec for block in blocks for name, spec in block["positions"].items()}
+    prompts = document()["prompts"] | {"chat": True}
+    sweep = parse(Sweep, document(positions=found, prompts=prompts), "config/README.md")
+    forms = {spec.form for spec in sweep.positions.values() if isinstance(spec, Tokens)}
+    assert forms == set(FORMS)
+    assert {list, int, str} <= {type(spec) for spec in sweep.positions.values()}
