@@ -406,10 +406,8 @@ def _index(index: Any) -> dict[str, Any]:
 
 def members_of(position: Position) -> list[int | str] | None:
     """What a list of positions holds: indices and names; None for any other position."""
-    return position.union if isinstance(position, Tokens) else _as_list(position)
-
-
-def _as_list(position: Any) -> list[int | str] | None:
+    if isinstance(position, Tokens):
+        return position.union
     return position if isinstance(position, list) else None
 
 
@@ -484,8 +482,9 @@ def _bad_refs(sweep: Sweep) -> list[str]:
 
 
 def _bad_positions(sweep: Sweep) -> Iterator[str]:
+    chat = bool(sweep.prompts.chat)
     for name, position in sweep.positions.items():
-        if isinstance(position, Tokens) and position.segment and not sweep.prompts.chat:
+        if isinstance(position, Tokens) and position.segment is not None and not chat:
             yield f"positions.{name}: segments are of chat prompts. Set prompts.chat: true"
         for member in _names_in(sweep, name):
             if member not in {**sweep.positions, **BUILT_IN_POSITIONS}:

@@ -27,6 +27,11 @@ TRIMMED = (
     "{{ bos_token }}{% for m in messages %}{{ '# ' + m['role'] + '\n' + m['content'] | trim + "
     "eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '# assistant\n' }}{% endif %}"
 )
+RENAMED = (
+    "{{ bos_token }}{% for m in messages %}{% set role = 'model' if m['role'] == 'assistant' else "
+    "m['role'] %}{{ '<' + role + '>\n' + m['content'] | trim + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<model>\n' }}{% endif %}"
+)
 TWICE = "{% for m in messages %}{{ m['content'] + ' | ' + m['content'] }}{% endfor %}"
 DATED = (
     "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
@@ -110,7 +115,7 @@ def words(row):
 
 # --- rendering --------------------------------------------------------------------------------
 
-TEMPLATES = {"real": None, "llama2": LLAMA2, "trimmed": TRIMMED}
+TEMPLATES = {"real": None, "llama2": LLAMA2, "trimmed": TRIMMED, "renamed": RENAMED}
 
 
 @pytest.fixture(params=TEMPLATES)
@@ -341,6 +346,13 @@ TALK = [SYSTEM, USER, BEGUN, OTHER]
 )
 def test_a_segment_is_the_content_of_a_message(words, here, expected):
     assert words(TALK, here=here) == (expected, expected)
+
+
+def test_a_segment_is_found_in_every_template(words, using):
+    more = {"question": {"segment": "user", "occurrence": 1}, "reply": {"segment": "assistant"}}
+    talk = [USER, {**BEGUN, "content": "model"}, OTHER]
+    found = words(talk, here=["question", "reply"], more=more, using=using)
+    assert "".join(found[0].split()) == "".join((USER["content"] + "model").split())
 
 
 @pytest.mark.parametrize(
