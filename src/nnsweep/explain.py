@@ -212,9 +212,11 @@ def _row(row: PromptRow, measure_at: str, tokenizer: Any) -> Iterator[str]:
             continue
         theirs = ""
         if place.donor:
-            theirs = (
-                f"  <-  donor {place.donor} {_tokens([row.donor_tokens[i] for i in place.donor])}"
+            how = {None: "donor", "mean": "mean of donor"}.get(
+                place.align, f"donor by {place.align}"
             )
+            tokens = _tokens([row.donor_tokens[i] for i in place.donor])
+            theirs = f"  <-  {how} {place.donor} {tokens}"
         ours = _tokens([row.tokens[i] for i in place.base])
         yield f"  position {name}: {place.base} {ours}{theirs}"
     measured = row.positions[measure_at]

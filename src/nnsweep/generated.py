@@ -1,5 +1,6 @@
 """Files made from the models: the JSON schemas, the key tables of the manual, docs/measures.md."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ def _nested(field: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     for option in (field, *field.get("anyOf", [])):
         if "properties" in option:
             found.append((option, ""))
-        for key, mark in (("additionalProperties", ".NAME"), ("items", "[]")):
-            inner = option.get(key)
+        named = [option.get("additionalProperties"), *option.get("patternProperties", {}).values()]
+        for inner, mark in [*((each, ".NAME") for each in named), (option.get("items"), "[]")]:
             if isinstance(inner, dict):
                 options = (inner, *inner.get("anyOf", []))
                 found += [(each, mark) for each in options if "properties" in each]
@@ -90,9 +91,9 @@ def _kind(field: dict[str, Any]) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, dict) and value:
         return "see below"
-    return (
-        {None: "null"}.get(value, str(value)) if not isinstance(value, list | dict) else str(value)
-    )
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value)
 
 
 def _sites() -> str:

@@ -8,7 +8,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,11 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from nnsweep.chat import Template, answer_join, chat_of, template_of
 from nnsweep.errors import UserError
-from nnsweep.sweep import Sweep, TextPosition, named_positions, uses_donor
+from nnsweep.positions import Encoded, Place, Sides, place_of
+from nnsweep.sweep import Sweep, Tokens, named_positions, uses_donor
 from nnsweep.tables import digest
-
-
-@dataclass
-class Place:
-    """One named position in one row: base and donor token indices, or why there are none."""
-
-    base: list[int] = field(default_factory=list)
-    donor: list[int] = field(default_factory=list)
-    reason: str | None = None
 
 
 @dataclass
@@ -57,16 +50,6 @@ class PromptRow:
         return [self.answers, places]
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """One text as tokens: ids, printable tokens, character offsets."""
-
-    ids: list[int]
-    tokens: list[str]
-    offsets: list[tuple[int, int]]
-    text: str
-
-
 def read_records(path: Path, columns: list[str]) -> list[dict[str, str]]:
     """Read the prompt file's columns as text.
 
@@ -84,7 +67,14 @@ def read_records(path: Path, columns: list[str]) -> list[dict[str, str]]:
     if table.num_rows == 0:
         raise UserError(f"{path}: no rows. Add prompts.")
     rows = table.select(columns).to_pylist()
-    return [{key: "" if cell is None else str(cell) for key, cell in row.items()} for row in rows]
+    return [{key: _cell(cell) for key, cell in row.items()} for row in rows]
+
+
+def _cell(value: Any) -> str:
+    """A cell as text; the lists and structs of a parquet file as JSON."""
+    if value is None:
+        return ""
+    return json.dumps(value) if isinstance(value, list | dict) else str(value)
 
 
 def _read_any(path: Path) -> pa.Table:
@@ -133,7 +123,7 @@ def columns_of(sweep: Sweep, available: set[str] | None = None) -> list[str]:
     prompts = sweep.prompts
     names = [prompts.text, prompts.donor, *prompts.answers.values()]
     for position in sweep.positions.values():
-        if isinstance(position, TextPosition):
+        if isinstance(position, Tokens):
             names += [position.text, position.donor_text]
     if available is None or prompts.row_id in available:
         names.insert(0, prompts.row_id)
@@ -150,11 +140,16 @@ def prepare_rows(sweep: Sweep, path: Path, tokenizer: Any, context: int) -> list
         context: The longest prompt the model takes (0: unknown).
 
     Raises:
-        UserError: a row cannot be used and `on_bad_row` is `refuse`, or no row can be used.
+        UserError: a row cannot be used and `on_bad_row` is `refuse`, or no row can be used; or
+            the prompts are chats and the tokenizer has no chat template (see `template_of`).
     """
+    chat = sweep.prompts.chat
+    template = template_of(tokenizer, chat) if chat else None
     available = set(_read_any(path).column_names)
     records = read_records(path, columns_of(sweep, available))
-    rows = [_row(sweep, record, i, tokenizer, context) for i, record in enumerate(records)]
+    rows = [
+        _row(sweep, record, i, tokenizer, template, context) for i, record in enumerate(records)
+    ]
     _refuse_doubles(rows, path)
     for row in rows:
         row.row_key = row.key()
@@ -218,22 +213,26 @@ def used_positions(sweep: Sweep) -> list[str]:
 
 
 def _row(
-    sweep: Sweep, record: Mapping[str, str], number: int, tokenizer: Any, context: int
+    sweep: Sweep,
+    record: Mapping[str, str],
+    number: int,
+    tokenizer: Any,
+    template: Template | None,
+    context: int,
 ) -> PromptRow:
     prompts = sweep.prompts
-    base = _encode(tokenizer, record[prompts.text])
-    donor_text = record[prompts.donor] if prompts.donor else None
-    donor = _encode(tokenizer, donor_text) if donor_text is not None else None
+    base = _prompt(record[prompts.text], tokenizer, template)
+    donor = _prompt(record[prompts.donor], tokenizer, template) if prompts.donor else None
     answers, reason = _answers(sweep, record, base, tokenizer)
     reason = _bad_text(base, tokenizer, context) or reason
     if donor is not None and uses_donor(sweep):
         reason = reason or _prefixed("donor", _bad_text(donor, tokenizer, context))
-    names = used_positions(sweep)
-    places = {name: _place(sweep, name, record, base, donor) for name in names}
+    sides = Sides(sweep, record, base, donor if uses_donor(sweep) else None)
+    places = {name: place_of(sides, name) for name in used_positions(sweep)}
     return PromptRow(
         row_id=record.get(prompts.row_id) or f"row{number:05d}",
         text=base.text,
-        donor_text=donor_text,
+        donor_text=donor.text if donor else None,
         ids=base.ids,
         donor_ids=donor.ids if donor else [],
         tokens=base.tokens,
@@ -245,8 +244,20 @@ def _row(
     )
 
 
-def _encode(tokenizer: Any, text: str) -> Encoded:
-    out = tokenizer(text, return_offsets_mapping=True)
+def _prompt(cell: str, tokenizer: Any, template: Template | None) -> Encoded:
+    """One cell as tokens; of a chat, the text that the model's template makes of it."""
+    if template is None or not cell.strip():
+        return _encode(tokenizer, cell)
+    chat = chat_of(template, cell)
+    if isinstance(chat, str):
+        return Encoded([], [], [], cell, problem=chat)
+    return replace(_encode(tokenizer, chat.text, special=False), chat=chat)
+
+
+def _encode(tokenizer: Any, text: str, special: bool = True) -> Encoded:
+    """Tokenize; a template writes its special tokens itself, and none is added to its text."""
+    how = {} if special else {"add_special_tokens": False}
+    out = tokenizer(text, return_offsets_mapping=True, **how)
     ids = list(out["input_ids"])
     tokens = [tokenizer.decode([i]) for i in ids]
     return Encoded(ids, tokens, [tuple(pair) for pair in out["offset_mapping"]], text)
@@ -258,9 +269,11 @@ def _prefixed(what: str, reason: str | None) -> str | None:
 
 def _bad_text(encoded: Encoded, tokenizer: Any, context: int) -> str | None:
     ids, bos = encoded.ids, tokenizer.bos_token_id
+    if encoded.problem:
+        return encoded.problem
     if not encoded.text.strip() or not ids:
         return "the prompt is empty"
-    if encoded.text != encoded.text.rstrip():
+    if encoded.chat is None and encoded.text != encoded.text.rstrip():
         return f"the prompt ends in white space: {encoded.tokens}; put the space into the answer"
     if bos is not None and ids[:2] == [bos, bos]:
         return f"the prompt begins with two BOS tokens: {encoded.tokens[:3]}; remove one"
@@ -274,8 +287,9 @@ def _answers(
 ) -> tuple[dict[str, list[int]], str | None]:
     """Ids of each answer as they follow the prompt, and why the row cannot be used, if so."""
     answers, reason = {}, None
+    prefix = _prefix(sweep, base) if sweep.prompts.answers else ""
     for name, column in sweep.prompts.answers.items():
-        ids, problem = _answer_ids(base, record[column], sweep.prompts.answer_prefix, tokenizer)
+        ids, problem = _answer_ids(base, record[column], prefix, tokenizer)
         answers[name] = ids
         reason = reason or _prefixed(f"answer {name} '{record[column]}'", problem)
     firsts = {name: ids[0] for name, ids in answers.items() if ids}
@@ -287,98 +301,29 @@ def _answers(
     return answers, reason
 
 
+def _prefix(sweep: Sweep, base: Encoded) -> str:
+    """What joins a prompt and its answer, unless the answer brings its own white space."""
+    if sweep.prompts.answer_prefix is not None:
+        return sweep.prompts.answer_prefix
+    return answer_join(base.chat) if base.chat else " "
+
+
 def _answer_ids(
     base: Encoded, answer: str, prefix: str, tokenizer: Any
 ) -> tuple[list[int], str | None]:
     """Encode prompt and answer together, since a tokenizer may merge over their border."""
     if not answer.strip():
         return [], "is empty"
+    if base.problem:
+        return [], base.problem
     joined = "" if answer[0].isspace() else prefix
-    both = _encode(tokenizer, base.text + joined + answer)
+    both = _encode(tokenizer, base.text + joined + answer, special=base.chat is None)
     if both.ids[: len(base.ids)] != base.ids:
         return [], f"changes the tokens of the prompt: {base.tokens} became {both.tokens}"
     ids, tokens = both.ids[len(base.ids) :], both.tokens[len(base.ids) :]
     if len(ids) != 1:
         return ids, f"has {len(ids)} tokens {tokens}; only one-token answers are measured"
     return ids, None
-
-
-def _place(
-    sweep: Sweep, name: str, record: Mapping[str, str], base: Encoded, donor: Encoded | None
-) -> Place:
-    spec = sweep.position(name)
-    ours = _indices(spec, record, base, for_donor=False)
-    if isinstance(ours, str):
-        return Place(reason=f"position {name}: {ours}")
-    if donor is None or not uses_donor(sweep):
-        return Place(base=ours)
-    theirs = _indices(spec, record, donor, for_donor=True)
-    if isinstance(theirs, str):
-        return Place(reason=f"position {name} in the donor: {theirs}")
-    return Place(ours, theirs, _misaligned(name, spec, base, donor, ours, theirs))
-
-
-def _misaligned(
-    name: str, spec: Any, base: Encoded, donor: Encoded, ours: list[int], theirs: list[int]
-) -> str | None:
-    """Why base and donor tokens do not correspond; from the end and by text they may."""
-    counted_from_start = spec == "all" or (isinstance(spec, int) and spec >= 0)
-    if counted_from_start and len(base.ids) != len(donor.ids):
-        sizes = f"{len(base.ids)} and {len(donor.ids)} tokens"
-        return (
-            f"position {name}: prompt and donor have {sizes}: {base.tokens} / {donor.tokens}; "
-            "count from the end or use a text position"
-        )
-    if len(ours) != len(theirs):
-        pairs = f"{[base.tokens[i] for i in ours]} / {[donor.tokens[i] for i in theirs]}"
-        return f"position {name}: spans of unequal length {pairs}; use token: first or last"
-    return None
-
-
-def _indices(
-    spec: Any, record: Mapping[str, str], encoded: Encoded, for_donor: bool
-) -> list[int] | str:
-    """Token indices of a position in one text, or the reason why there are none."""
-    size = len(encoded.ids)
-    if spec == "all":
-        return list(range(size))
-    if isinstance(spec, int):
-        if -size <= spec < size:
-            return [spec % size]
-        return f"index {spec} is outside the {size} tokens {encoded.tokens}"
-    column = spec.donor_text or spec.text if for_donor else spec.text
-    span = _find(encoded, record[column], spec.occurrence)
-    if isinstance(span, str):
-        return span
-    return {"all": span, "first": span[:1], "last": span[-1:]}[spec.token]
-
-
-def _find(encoded: Encoded, text: str, occurrence: int | None) -> list[int] | str:
-    if not text:
-        return "the text to find is empty"
-    starts = [i for i in range(len(encoded.text)) if encoded.text.startswith(text, i)]
-    if not starts:
-        return f"'{text}' is not in '{encoded.text}'"
-    if occurrence is None and len(starts) > 1:
-        return f"'{text}' is {len(starts)} times in '{encoded.text}'; give an occurrence"
-    wanted = occurrence or 1
-    place = wanted - 1 if wanted > 0 else len(starts) + wanted
-    if not 0 <= place < len(starts):
-        return f"'{text}' is only {len(starts)} times in '{encoded.text}'"
-    return _covering(encoded, starts[place], starts[place] + len(text))
-
-
-def _covering(encoded: Encoded, start: int, end: int) -> list[int] | str:
-    """Tokens whose characters lie in [start, end), leading white space apart."""
-    found = []
-    for i, (low, high) in enumerate(encoded.offsets):
-        if low < end and high > start and low < high:
-            piece = encoded.text[low:high]
-            low += len(piece) - len(piece.lstrip())
-            if low < start or high > end:
-                return f"'{encoded.text[start:end]}' is only a part of the token {piece!r}"
-            found.append(i)
-    return found or f"no token covers '{encoded.text[start:end]}'"
 
 
 def to_table(rows: list[PromptRow]) -> pa.Table:
@@ -400,6 +345,7 @@ def to_table(rows: list[PromptRow]) -> pa.Table:
         places = [row.positions[name] for row in rows]
         columns[f"position.{name}"] = pa.array([place.base for place in places], ids)
         columns[f"donor_position.{name}"] = pa.array([place.donor for place in places], ids)
+        columns[f"align.{name}"] = pa.array([place.align for place in places], pa.string())
         columns[f"reason.{name}"] = pa.array([place.reason for place in places], pa.string())
     for name in rows[0].answers:
         texts = [row.answer_texts[name] for row in rows]
@@ -427,6 +373,7 @@ def _from_record(record: dict[str, Any], positions: list[str], answers: list[str
                 record[f"position.{name}"],
                 record[f"donor_position.{name}"],
                 record[f"reason.{name}"],
+                record[f"align.{name}"],
             )
             for name in positions
         },

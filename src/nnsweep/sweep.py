@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictFloat, StrictInt, StrictStr, field_validator, model_validator
+from pydantic import (
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_validator,
+)
 
 from nnsweep.documents import Strict
 from nnsweep.errors import UserError
@@ -60,7 +68,26 @@ NO_LENS = ("cosine", "recovery")
 PROMPTS = {"text", "donor"}
 """The runs without writes that a write may patch from."""
 
-BUILT_IN_POSITIONS: dict[str, int | str] = {"last": -1, "all": "all"}
+BUILT_IN_POSITIONS: dict[str, int | Literal["all"]] = {"last": -1, "all": "all"}
+FORMS: dict[str, tuple[str, ...]] = {
+    "last": (),
+    "span": (),
+    "text": ("donor_text", "occurrence", "token"),
+    "segment": ("occurrence", "token"),
+    "union": (),
+}
+"""The forms of a position that is written with keys, and which keys go with each (and `align`)."""
+
+NO_VARIABLES = {
+    *("conversation", "messages", "tokenize", "chat_template", "strftime_now"),
+    *("add_generation_prompt", "continue_final_message", "tools", "documents"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
+"""Names that mean something else to transformers than a variable of a chat template."""
+
+GENERATION = "generation"
+"""The segment of a chat prompt that the template appends for the model to go on from."""
 
 Ref = Annotated[str, Field(pattern=r"^\$[a-z][a-z0-9_]*$")]
 Name = Annotated[str, Field(pattern=NAME)]
@@ -95,18 +122,55 @@ class Prompts(Strict):
     donor: str | None = Field(None, description="column whose activations are patched in")
     row_id: str = Field("row_id", description="column that names the rows")
     answers: dict[str, str] = Field(default={}, description="answer name -> column")
-    answer_prefix: str = Field(" ", description="what joins a prompt and its answer")
-
-
-class TextPosition(Strict):
-    """The tokens of this row's own text, in each prompt."""
-
-    text: str = Field(description="column holding the text to find in the prompt")
-    donor_text: str | None = Field(None, description="column for the donor; null is `text`")
-    occurrence: Annotated[int, Field(strict=True)] | None = Field(
-        None, description="1 is the first, -1 the last; null refuses a text found twice"
+    answer_prefix: str | None = Field(
+        None,
+        description="what joins a prompt and its answer; null is a space, or what a chat template "
+        "puts there (mostly nothing)",
     )
-    token: Literal["all", "first", "last"] = Field("all", description="which tokens of the span")
+    chat: StrictBool | Annotated[dict[str, StrictBool | Scalar], Field(min_length=1)] = Field(
+        False,
+        description="true: the columns text and donor hold lists of {role, content} messages, for "
+        "the model's chat template; or {NAME: value} of the template's own variables",
+    )
+
+    @field_validator("chat")
+    @classmethod
+    def _free_names(cls, value: Any) -> Any:
+        for name in value if isinstance(value, dict) else ():
+            if name in NO_VARIABLES:
+                raise ValueError(f"'{name}' is no variable to set; it follows from the messages")
+        return value
+
+
+Whole = Annotated[int, Field(strict=True)]
+Members = Annotated[list[Whole | Name], Field(min_length=1)]
+
+
+class Tokens(Strict):
+    """Tokens of each prompt. Exactly one of `last`, `span`, `text`, `segment`, `union`."""
+
+    last: Annotated[int, Field(strict=True, ge=1)] | None = Field(
+        None, description="how many tokens from the end"
+    )
+    span: list[Whole | None] | None = Field(
+        None, description="[a, b]: tokens a up to, not including, b; b null is the end"
+    )
+    text: str | None = Field(None, description="column holding the text to find in the prompt")
+    donor_text: str | None = Field(None, description="column for the donor; null is `text`")
+    segment: str | None = Field(
+        None, description="role of a chat message, or `generation`, the generation prompt"
+    )
+    union: Members | None = Field(None, description="indices and names of positions, with `align`")
+    occurrence: Whole | None = Field(
+        None, description="1 is the first, -1 the last; null refuses what is found twice"
+    )
+    token: Literal["all", "first", "last"] = Field(
+        "all", description="which tokens of what is found"
+    )
+    align: Literal["first", "last", "mean"] | None = Field(
+        None,
+        description="how tokens meet the donor's where these are more or fewer; null refuses them",
+    )
 
     @field_validator("occurrence")
     @classmethod
@@ -115,8 +179,39 @@ class TextPosition(Strict):
             raise ValueError("occurrences count from 1 (first) or -1 (last)")
         return value
 
+    @field_validator("span")
+    @classmethod
+    def _bounds(cls, value: list[int | None] | None) -> list[int | None] | None:
+        if value is None:
+            return None
+        low, high = value if len(value) == 2 else (None, None)
+        if low is None:
+            raise ValueError(f"got {value}, expected [a, b], where b may be null (to the end)")
+        if high is not None and (low < 0) == (high < 0) and low >= high:
+            raise ValueError(f"{value} holds no token; b is not included")
+        return value
 
-Position = Annotated[int, Field(strict=True)] | Literal["all"] | TextPosition
+    @model_validator(mode="after")
+    def _one_form(self) -> "Tokens":
+        given = [name for name in FORMS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(FORMS)} (given: {given or 'none'})")
+        for name, default in (("donor_text", None), ("occurrence", None), ("token", "all")):
+            if getattr(self, name) != default and name not in FORMS[self.form]:
+                raise ValueError(f"{self.form} takes no '{name}'")
+        if self.segment == GENERATION and self.occurrence is not None:
+            raise ValueError("segment generation takes no 'occurrence'")
+        if self.union and self.align is None:
+            raise ValueError(f"without align, write the list alone: {self.union}")
+        return self
+
+    @property
+    def form(self) -> str:
+        """Which of the forms is given."""
+        return next(name for name in FORMS if getattr(self, name) is not None)
+
+
+Position = Whole | Literal["all"] | Members | Tokens
 
 
 class Range(Strict):
@@ -436,19 +531,46 @@ class Sweep(Strict):
 
     @model_validator(mode="after")
     def _references(self) -> "Sweep":
-        for problem in itertools.chain(_bad_refs(self), _bad_measures(self), _bad_axes(self)):
+        checks = (_bad_positions, _bad_refs, _bad_measures, _bad_axes)
+        for problem in itertools.chain.from_iterable(check(self) for check in checks):
             raise ValueError(problem)
         return self
 
-    def position(self, name: str) -> int | str | TextPosition:
+    def position(self, name: str) -> Position:
         """The declaration of a position, built-in names included."""
-        return self.positions[name] if name in self.positions else BUILT_IN_POSITIONS[name]
+        return {**BUILT_IN_POSITIONS, **self.positions}[name]
 
 
-def position_spec(sweep: Sweep, name: str) -> Any:
-    """A position's meaning as plain data, whatever it is called."""
-    spec = sweep.position(name)
-    return spec.model_dump() if isinstance(spec, TextPosition) else spec
+def position_spec(sweep: Sweep, name: str) -> dict[str, Any]:
+    """A position's meaning as plain data, whatever it is called; `align` is always among the keys.
+
+    The names in a list stand for what they mean.
+    """
+    position = sweep.position(name)
+    members = members_of(position)
+    if members is not None:
+        inner = [position_spec(sweep, m) if isinstance(m, str) else _index(m) for m in members]
+        return {"union": inner, "align": align_of(position)}
+    if isinstance(position, Tokens):
+        keys = {position.form, *FORMS[position.form], "align"}
+        return position.model_dump(mode="json", include=keys)
+    return _index(position)
+
+
+def _index(index: Any) -> dict[str, Any]:
+    return {"index": index, "align": None}
+
+
+def members_of(position: Position) -> list[int | str] | None:
+    """What a list of positions holds: indices and names; None for any other position."""
+    if isinstance(position, Tokens):
+        return position.union
+    return position if isinstance(position, list) else None
+
+
+def align_of(position: Position) -> str | None:
+    """How a position's tokens meet the donor's."""
+    return position.align if isinstance(position, Tokens) else None
 
 
 def all_writes(sweep: Sweep) -> list[Write]:
@@ -579,6 +701,44 @@ def _bad_runs(sweep: Sweep) -> list[str]:
         for deep in sorted({n for w in run.writes for n in roles(w)} - PROMPTS):
             problems.append(f"runs.{name} patches from '{deep}'; a run patches from text and donor")
     return problems
+
+
+def _bad_positions(sweep: Sweep) -> Iterator[str]:
+    chat = bool(sweep.prompts.chat)
+    for name, position in sweep.positions.items():
+        if isinstance(position, Tokens) and position.segment is not None and not chat:
+            yield f"positions.{name}: segments are of chat prompts. Set prompts.chat: true"
+        for member in _names_in(sweep, name):
+            if member not in {**sweep.positions, **BUILT_IN_POSITIONS}:
+                yield f"positions.{name}: {_no_position(sweep, member)}"
+    for name in sweep.positions:
+        path = _cycle(sweep, [name])
+        if path:
+            yield f"positions.{name}: the list holds itself ({' -> '.join(path)})"
+    for name, position in sweep.positions.items():
+        means = [m for m in _names_in(sweep, name) if align_of(sweep.position(m)) == "mean"]
+        if means and align_of(position) != "mean":
+            yield (
+                f"positions.{name}: '{means[0]}' is aligned by its mean, which a list can only be "
+                "as a whole. Write {union: [...], align: mean}, or make two writes"
+            )
+
+
+def _names_in(sweep: Sweep, name: str) -> list[str]:
+    """The names in a declared list."""
+    members = members_of(sweep.positions[name]) if name in sweep.positions else None
+    return [member for member in members or [] if isinstance(member, str)]
+
+
+def _cycle(sweep: Sweep, path: list[str]) -> list[str]:
+    """The way from the first of some names back to it, if its list holds itself."""
+    for member in _names_in(sweep, path[-1]):
+        if member == path[0]:
+            return [*path, member]
+        found = [] if member in path else _cycle(sweep, [*path, member])
+        if found:
+            return found
+    return []
 
 
 def _no_position(sweep: Sweep, name: str) -> str:
