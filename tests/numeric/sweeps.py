@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import sweep_of
+from harness import SUBJECT, sweep_of
 from safetensors.torch import save_file
 
 from nnsweep.sweep import HEADED, Sweep
@@ -250,6 +250,33 @@ def write_sweeps(vector: str) -> dict[str, Sweep]:
             {"layer": [1, 2]},
             RESID | {"mix": {"source": {"patch": "odd"}, "weight": 0.7}},
             runs={"odd": odd},
+        ),
+    }
+
+
+def aligned(align: str) -> Sweep:
+    """A word of the prompt and the whole donor prompt, which meet as declared."""
+    whole = {"text": "word", "donor_text": "source", "align": align}
+    place = {"site": "resid_post", "layer": "$layer", "position": "subject", "set": "donor"}
+    return moved(LAYER, place, positions={"subject": whole, "second": 1})
+
+
+def position_sweeps() -> dict[str, Sweep]:
+    """Sweeps over kinds of positions."""
+    several = {"both": ["second", -1], "end": {"last": 2}, "middle": {"span": [1, 3]}}
+    named = {"subject": SUBJECT, "second": 1} | several
+    places = [*several, "last"]
+    return {
+        **{f"aligned {align}": aligned(align) for align in ("first", "last", "mean")},
+        "several": moved(
+            {"layer": [0, 2], "position": places},
+            RESID | {"position": "$position", "set": 0.5},
+            positions=named,
+        ),
+        "several patched": moved(
+            {"layer": [0, 2], "position": ["end", "both"]},
+            RESID | {"site": "attn_out", "position": "$position", "set": "donor"},
+            positions=named,
         ),
     }
 

@@ -22,6 +22,7 @@ from sweeps import (
     layered,
     mean_sweeps,
     place_sweeps,
+    position_sweeps,
     projection_sweeps,
     write_sweeps,
     write_vector,
@@ -239,6 +240,12 @@ def test_families_have_the_places_that_their_layers_have(tiny_model):
 def test_kinds_of_writes(prepared, family, name, tmp_path):
     width = prepared(family)[0]["shape"]["hidden"]
     near_reference(prepared, write_sweeps(write_vector(tmp_path, LAYERS, width))[name], family)
+
+
+@pytest.mark.parametrize("name", position_sweeps())
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "bloom"])
+def test_kinds_of_positions(prepared, family, name):
+    near_reference(prepared, position_sweeps()[name], family)
 
 
 @pytest.mark.parametrize("name", attention_sweeps())
