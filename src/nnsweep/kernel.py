@@ -460,14 +460,17 @@ def assemble_reads(shape, job, state, found):
 def lens_columns(model, tools, job, state, found):
     """The measures of the logit lens: name -> (points * rows,)."""
     shape, rows = tools["shape"], job["rows"]
-    clean = (state["clean"] if state else found)["reads"]
+    specs = [spec for spec in tools["measures"] if "lens" in spec and job["answers"] is not None]
     answers = {name: torch.tensor(ids) for name, ids in (job["answers"] or {}).items()}
-    for spec in tools["measures"]:
-        if "lens" in spec and job["answers"] is not None:
-            logits = lens_logits(model, shape, found["reads"][spec["lens"]], rows)
-            base = lens_logits(model, shape, clean[spec["lens"]], rows)
+    for number in sorted({spec["lens"] for spec in specs}):
+        logits = base = lens_logits(model, shape, found["reads"][number], rows)
+        mine = [spec for spec in specs if spec["lens"] == number]
+        if state and any(spec["kind"] in ("kl", "js") for spec in mine):
+            base = lens_logits(model, shape, state["clean"]["reads"][number], rows)
+        for spec in mine:
             parts = [
-                column(tools["functions"], spec, part, base, answers) for part in logits.split(rows)
+                column(tools["functions"], spec, part, base[:rows], answers)
+                for part in logits.split(rows)
             ]
             found["lens"][spec["name"]] = torch.cat(parts)
 

@@ -817,10 +817,11 @@ def _tokens(row: PromptRow, name: str, donor: bool) -> list[int]:
     return _place(row, name, donor)
 
 
-def _seen(row: PromptRow, where: Plain, donor: bool) -> list[int]:
-    """How many of the keys each query token of a position can see."""
+def _seen(row: PromptRow, where: Plain, donor: bool) -> list[list[int]]:
+    """Which of the keys each query token of a position can see, by their place in the list."""
     keys = _tokens(row, where["keys"], donor)
-    return [sum(k <= token for k in keys) for token in _tokens(row, where["position"], donor)]
+    tokens = _tokens(row, where["position"], donor)
+    return [[place for place, key in enumerate(keys) if key <= token] for token in tokens]
 
 
 def _blind_tokens(row: PromptRow, edits: Sequence[Plain]) -> set[int]:
