@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsweep import jobs
-from nnsweep.chunks import forward_passes, inert_rows, keys_of, naive_passes
+from nnsweep.chunks import columns, forward_passes, inert_rows, keys_of, naive_passes
 from nnsweep.plan import Plan, Settings, make_plan
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sites import ORDER, limits_of
@@ -85,7 +85,7 @@ def _size(
     )
     yield f"  points          {len(plan.points)} over axes {list(sweep.axes) or 'none'}"
     yield f"  prompt rows     {usable} usable of {len(rows)}"
-    yield f"  values          {sum(len(p.rows) for p in plan.points) * len(sweep.measures)}"
+    yield f"  values          {sum(len(p.rows) for p in plan.points) * len(columns(plan.measures))}"
     yield f"  forward passes  {passes} in {len(plan.chunks)} chunks (a loop without reuse: {naive})"
     yield f"  layer x token   {work:,} computed, {full:,} in full passes ({work / full:.0%})"
     yield from _reuse(model, plan, settings)
@@ -102,7 +102,7 @@ def _remote(model: Plain, plan: Plan) -> Iterator[str]:
     shell = open_model(model, None)
     chunks = [*plan.chunks, *([plan.controls] if plan.controls else [])]
     sent = sum(len(pack(shell, chunk)) for chunk in chunks)
-    values = sum(len(keys_of(chunk)) * len(chunk["measures"]) for chunk in chunks)
+    values = sum(len(keys_of(chunk)) * len(columns(chunk["measures"])) for chunk in chunks)
     naive = len(plan.points)
     yield f"  requests        {len(chunks)} and one trial session (one trace a point: {naive})"
     yield f"  bytes           {sent:,} sent, about {4 * values + 2000 * len(chunks):,} home"

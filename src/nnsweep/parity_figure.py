@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nnsweep.figures import STYLE
-from nnsweep.tables import write_atomically
+from nnsweep.tables import measure_of, write_atomically
 
 COLOURS = {
     "identical": "#2b8a3e",
@@ -25,6 +25,7 @@ COLOURS = {
 
 def plot_parity(verdict: Mapping[str, Any], frame: pd.DataFrame, output: Path) -> None:
     """Draw classes and distances, one panel a measure, as SVG."""
+    frame = frame.assign(measure=frame["measure"].map(measure_of))
     measures = list(dict.fromkeys(frame["measure"])) or ["nothing"]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 1.2 + 1.5 * len(measures)), layout="constrained")

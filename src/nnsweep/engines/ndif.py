@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nnsweep import kernel, measures
-from nnsweep.chunks import keys_of
+from nnsweep.chunks import columns, keys_of
 from nnsweep.engines import Result
 from nnsweep.engines.machine import versions
 from nnsweep.models import model_key, open_model
@@ -51,7 +51,7 @@ class NdifEngine:
         began = time.perf_counter()
         sessions = Sessions(self.key, self._pack, self.folder, self.budget, logger.info)
         found = sessions.run(dict(chunk))
-        keys, width = keys_of(dict(chunk)), len(chunk["measures"])
+        keys, width = keys_of(dict(chunk)), len(columns(chunk["measures"]))
         values = np.full((len(keys), width), np.nan, np.float32)
         errors = {}
         for place, key in enumerate(keys):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tenacity
 
-from nnsweep.chunks import keys_of, pass_ids, split_chunk, split_pass
+from nnsweep.chunks import columns, keys_of, pass_ids, split_chunk, split_pass
 from nnsweep.errors import NnsweepError
 from nnsweep.ndif import transport
 from nnsweep.ndif.transport import (
@@ -178,7 +178,7 @@ class Sessions:
 
     def _checked(self, content: bytes, part: Plain, journal: Path) -> np.ndarray:
         """A result's values; the id of a job whose result is no use is forgotten."""
-        wanted = (len(keys_of(part)), len(part["measures"]))
+        wanted = (len(keys_of(part)), len(columns(part["measures"])))
         try:
             values = unpack(content)
             if values.shape != wanted:
