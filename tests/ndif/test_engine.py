@@ -25,7 +25,7 @@ import zstandard
 from fakes import CLOSE, CUT, RESET, status
 from proxy import Proxy
 
-from nnsweep.chunks import keys_of, pass_ids
+from nnsweep.chunks import columns, keys_of, pass_ids
 from nnsweep.config import read_config
 from nnsweep.engines.ndif import NdifEngine, pack, pack_probe
 from nnsweep.jobs import budget_of, load_vector, open_engine, run_chunk
@@ -55,6 +55,30 @@ WRITES = [
     {"site": "embed", "position": "subject", "noise": {"std": 0.5, "seed": 3}},
 ]
 """Every kind of write, each at a place of its own."""
+
+PATH = {
+    "prompt": "text",
+    "writes": [
+        {"site": "z", "layers": "all", "heads": "all", "position": "last"}
+        | {"set": {"patch": "text"}},
+        {"site": "z", "layer": 1, "head": 0, "position": "last", "set": "donor"},
+    ],
+}
+STREAM = {"site": "resid_post", "layer": 2, "position": "last"}
+INSIDE: list[Plain] = [
+    {"site": "resid_mid", "layer": "$layer", "position": "$position", "set": "donor"},
+    {"site": "mlp_post", "layer": 1, "units": [3, 1], "position": "last", "set": 2.0},
+    STREAM | {"mix": {"source": {"patch": "path"}, "weight": 0.5}},
+    STREAM | {"renormalize": "text"},
+    {"site": "ln_final", "position": "last", "mix": {"source": {"mean": "text"}, "weight": 0.1}},
+]
+"""Writes inside a layer, a chain, and a place behind the last layer."""
+
+WATCHED: Plain = {
+    "lens": {"kind": "prob", "answer": "target", "lens": {}},
+    "turned": {"kind": "cosine", "read": {"site": "attn_out", "layer": 2}, "against": "donor"},
+    "top": {"kind": "top_k", "k": 3},
+}
 
 
 def client_of(host: str, patch: pytest.MonkeyPatch) -> None:
@@ -153,6 +177,17 @@ def test_every_kind_of_write_gives_the_same_bits(
     (session,) = theirs.sessions
     assert session["result_bytes"] / theirs.values.numel() < 64
     assert session["seconds_running"] > 0
+
+
+def test_places_inside_chains_and_the_lens_give_the_same_bits(
+    remote: NdifEngine, local: Any, tiny: Plain, tokenizer: Any, tmp_path: Path
+) -> None:
+    how = {"writes": INSIDE, "runs": {"path": PATH}, "measures": WATCHED}
+    chunk = chunk_of(tiny, tokenizer, tmp_path, **how)
+    ours, theirs = local.run(chunk, quiet), remote.run(chunk, quiet)
+    assert np.array_equal(bits(ours.values), bits(theirs.values))
+    assert ours.values.shape[1] == len(columns(chunk["measures"])) == 4 + 1 + 2 * 3
+    assert np.isfinite(ours.values.numpy()).all()
 
 
 def test_capitals_give_the_same_bits_and_the_same_facts(
