@@ -97,10 +97,15 @@ def clean_runs(block: Plain) -> int:
     return 1 + bool(block["donor_ids"]) + beginnings
 
 
+def backward_runs(measures: Sequence[Plain]) -> int:
+    """Forward passes that a block needs for gradients."""
+    return any(spec["kind"] == "attribution" for spec in measures)
+
+
 def pass_runs(item: Plain) -> int:
     """Model calls of a pass: its own, and one for each prompt that its patches run under writes."""
     chained = {edit["operand"]["kind"] for edit in item["edits"] if "chain" in edit["operand"]}
-    return 0 if item["inert"] else 1 + len(chained)
+    return 0 if item["inert"] else (not item["estimated"]) + len(chained)
 
 
 def forward_passes(chunks: Iterable[Plain]) -> int:
@@ -108,7 +113,9 @@ def forward_passes(chunks: Iterable[Plain]) -> int:
     return sum(
         sum(len(wanted["batches"]) for wanted in chunk["references"].values())
         + sum(
-            sum(pass_runs(item) for item in block["passes"]) + clean_runs(block)
+            sum(pass_runs(item) for item in block["passes"])
+            + clean_runs(block)
+            + backward_runs(chunk["measures"])
             for block in chunk["blocks"]
         )
         for chunk in chunks

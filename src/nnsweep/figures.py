@@ -33,7 +33,7 @@ STYLE: dict[Any, Any] = {
 MOST_PANELS = 24
 FIRST = (LENS_AXIS, "layer")
 """Axes that run to the right."""
-ABOUT_ZERO = ("logit_diff", "recovery")
+ABOUT_ZERO = ("logit_diff", "recovery", "attribution")
 """Kinds of measure whose sign matters: drawn with a diverging map centred on zero."""
 
 

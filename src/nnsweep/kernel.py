@@ -40,10 +40,12 @@ def run_chunk(model, chunk, functions, report):
         tools["donor_reads"] = [read_of(block, read, "donor") for read in chunk["reads"]]
         state = clean_state(model, tools, block)
         for item in block["passes"]:
-            if item["inert"]:
+            if item["inert"] or item["estimated"]:
                 run = repeated(state["clean"], len(item["points"]))
+                chained = chain_runs(model, tools, block, item["edits"], state)
             else:
-                run = run_pass(model, tools, block, item, state)
+                run, chained = run_pass(model, tools, block, item, state)
+            run["estimates"] = estimates(tools, block, item, state | {"chained": chained})
             parts.append(measured(tools, run, block, state))
             report(f"{len(parts)}/{total} passes")
     return torch.cat(parts)
@@ -65,12 +67,13 @@ def clean_state(model, tools, block):
     """The runs without writes that a block's passes start from and compare with."""
     moving = [item for item in block["passes"] if not item["inert"]]
     edits = [deep for item in moving for edit in item["edits"] for deep in with_chains(edit)]
+    running = [item for item in moving if not item["estimated"]]
     starts = {}
-    for item in moving:
+    for item in running:
         for resume in item["resumes"]:
             starts[resume] = min(starts.get(resume, item["start"]), item["start"])
     how = {"captures": captures(edits, block, "self"), "starts": starts, "shared": block["shared"]}
-    how |= {"caching": any(item["start"] for item in moving), "reads": tools["reads"]}
+    how |= {"caching": any(item["start"] for item in running), "reads": tools["reads"]}
     how |= {"answers": block["answers"]}
     clean = clean_run(model, tools, block["ids"], block["measured"], how)
     state = {"clean": clean, "donor": None, "starts": starts, "references": tools["references"]}
@@ -81,6 +84,9 @@ def clean_state(model, tools, block):
         how = {"captures": theirs, "shared": block["donor_shared"]}
         how |= {"reads": tools["donor_reads"] if read else []}
         state["donor"] = clean_run(model, tools, block["donor_ids"], block["donor_measured"], how)
+    written = [edit for item in moving for edit in item["edits"]]
+    if written and any(spec["kind"] == "attribution" for spec in specs):
+        state["gradients"] = gradients(model, tools, block, written)
     return state
 
 
@@ -195,7 +201,8 @@ def run_pass(model, tools, block, item, state):
     clean keys and values.
 
     Returns:
-        logits (points * rows, vocab) at the measured tokens, reads and lens as `clean_run`.
+        logits (points * rows, vocab) at the measured tokens, reads and lens as `clean_run`; and
+        what the chains of the pass captured.
     """
     shape, start, resumes = tools["shape"], item["start"], item["resumes"]
     tokens = torch.tensor(block["ids"])
@@ -210,7 +217,8 @@ def run_pass(model, tools, block, item, state):
             lambda layer: sum(resume <= layer for resume in resumes),
             start,
         )
-    state = state | {"chained": chain_runs(model, tools, block, item["edits"], state)}
+    chained = chain_runs(model, tools, block, item["edits"], state)
+    state = state | {"chained": chained}
     early, late = split_edits(shape, item)
     streams = {
         resume: stream_at(block, resumes, resume, early, state, start)
@@ -229,7 +237,7 @@ def run_pass(model, tools, block, item, state):
     job |= {"edits": item["edits"]}
     found = new_found(len(tools["reads"]))
     trace_run(model, tools, job, block, state, found)
-    return found
+    return found, chained
 
 
 def chain_runs(model, tools, block, edits, state):
@@ -597,6 +605,80 @@ def noise(seeds, rows, old):
     return torch.cat(parts)
 
 
+# --- estimates --------------------------------------------------------------------------------
+
+
+def gradients(model, tools, block, edits):
+    """One clean pass and one backward pass a measure, at every place that edits write.
+
+    Returns:
+        (path, side) -> (activation (rows, tokens, width), measure -> its gradient there).
+    """
+    shape, tokens = tools["shape"], torch.tensor(block["ids"])
+    kinds = {spec["name"]: spec for spec in tools["measures"]}
+    of = {s["name"]: kinds[s["of"]] for s in tools["measures"] if s["kind"] == "attribution"}
+    taps = {(edit["tap"]["path"], edit["tap"]["side"]): edit["tap"] for edit in edits}
+    taps = dict(sorted(taps.items(), key=lambda item: item[1]["order"]))
+    inputs = forward_inputs(shape, tokens, 0, block["measured"])
+    answers = {name: torch.tensor(ids) for name, ids in block["answers"].items()}
+    found = {}
+    with torch.enable_grad():
+        trace_gradients(model, tools, tokens, inputs, taps, of, answers, block["measured"], found)
+    rows = len(block["ids"])
+    return {
+        key: (
+            activation(found[key], rows).detach(),
+            {name: activation(found[name][place], rows) for name in of},
+        )
+        for place, key in enumerate(taps)
+    }
+
+
+def trace_gradients(model, tools, tokens, inputs, taps, of, answers, at, found):
+    with model.trace(tokens, use_cache=False, **inputs):
+        first = module_at(model, tools["shape"]["sites"]["embed"]["path"]).output
+        if not first.requires_grad:
+            first.requires_grad_(True)
+        for key, tap in taps.items():
+            module = module_at(model, tap["path"])
+            found[key] = tensor_of(module.input if tap["side"] == "input" else module.output)
+        logits = pick(model.output.logits, at, tokens.shape[1]).float()
+        places = [found[key] for key in taps]
+        for name, spec in of.items():
+            total = column(tools["functions"], spec, logits, logits, answers).sum()
+            found[name] = torch.autograd.grad(total, places, retain_graph=True)
+
+
+def estimates(tools, block, item, state):
+    """First-order estimates of what the edits of each point do: measure -> (points * rows,)."""
+    names = [spec["name"] for spec in tools["measures"] if spec["kind"] == "attribution"]
+    if not names:
+        return {}
+    slots = range(len(item["points"]))
+    points = [estimated(names, block, item, slot, state) for slot in slots]
+    return {name: torch.cat([point[name] for point in points]) for name in names}
+
+
+def estimated(names, block, item, slot, state):
+    """Gradient times what the edits of one point change in the clean run: measure -> (rows,)."""
+    edits = [edit | {"slot": 0} for edit in item["edits"] if edit["slot"] == slot]
+    found = {name: torch.zeros(len(block["ids"])) for name in names}
+    if item["inert"]:
+        return found
+    places = {(edit["tap"]["path"], edit["tap"]["side"]): None for edit in edits}
+    for key in places:
+        clean, slopes = state["gradients"][key]
+        stream = clean.clone()
+        for edit in edits:
+            if (edit["tap"]["path"], edit["tap"]["side"]) == key:
+                apply(stream, edit, block, state, 0)
+        change = (stream - clean).float()
+        for name in names:
+            moved = change * slopes[name].float()
+            found[name] = found[name] + moved.flatten(1).sum(1).to(found[name].device)
+    return found
+
+
 # --- measuring --------------------------------------------------------------------------------
 
 
@@ -610,6 +692,7 @@ def measured(tools, run, block, state):
             "logits": run["logits"][low : low + rows],
             "reads": [value[low : low + rows] for value in run["reads"]],
             "lens": {name: value[low : low + rows] for name, value in run["lens"].items()},
+            "estimates": {n: value[low : low + rows] for n, value in run["estimates"].items()},
         }
         found.append(measured_point(tools, part, answers, state))
     return torch.cat(found).detach().cpu()
@@ -623,6 +706,8 @@ def measured_point(tools, run, answers, state):
     for spec in tools["measures"]:
         if "lens" in spec:
             found = run["lens"][spec["name"]]
+        elif spec["kind"] == "attribution":
+            found = run["estimates"][spec["name"]].to(logits.device)
         elif spec["kind"] == "cosine":
             other = state["donor" if spec["against"] == "donor" else "clean"]["reads"]
             found = cosine(run["reads"][spec["read"]], other[spec["read"]])

@@ -189,6 +189,16 @@ REGISTRY: dict[str, Entry] = {
         "same activation of the clean run, or of the donor's",
         "Singhal, Modern information retrieval: a brief overview, 2001",
     ),
+    "attribution": Entry(
+        None,
+        "units of `of`",
+        None,
+        None,
+        False,
+        "estimate, to first order, of the change of the measure named by `of`: its gradient in the "
+        "clean run, times what the writes change there (attribution patching); no run under writes",
+        "Nanda, Attribution patching, 2023",
+    ),
     "recovery": Entry(
         None,
         "fraction",

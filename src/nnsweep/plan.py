@@ -154,6 +154,7 @@ class _Context:
         measures = sweep.measures.values()
         self.answers = sorted({n for m in measures for n in [m.answer, *(m.answers or [])] if n})
         self.donors = uses_donor(sweep)
+        self.estimates_only = all(spec["kind"] == "attribution" for spec in self.measures)
         self.watched = set(watched_positions(sweep))
         named = {name for _, writes in cells for write in writes for name in position_names(write)}
         self.touched = named | self.watched
@@ -165,6 +166,7 @@ class _Context:
         names = {n for write in writes for n in position_names(write)} | self.watched
         rows = self._usable(names)
         edits = [self._edit(write) for write in writes]
+        self._check_estimates(edits)
         self._check_spans(edits, rows)
         key = digest(
             {
@@ -338,6 +340,15 @@ class _Context:
                 raise UserError(
                     f"writes: row {row.row_id}: {theirs.strip('@')} has {have} tokens, "
                     f"{ours.strip('@')} {want}. Patch from one token or from as many."
+                )
+
+    def _check_estimates(self, edits: Sequence[Plain]) -> None:
+        """Refuse writes whose effect has no first-order estimate."""
+        for edit in edits if any(s["kind"] == "attribution" for s in self.measures) else []:
+            if edit["tap"]["side"] == "logits" or edit["operand"]["kind"] == "lowest":
+                raise UserError(
+                    "measures: attribution estimates writes inside the model, and no knockout. "
+                    "Measure this sweep by running it."
                 )
 
     def _check_edges(self, edit: Plain, rows: Sequence[int]) -> None:
@@ -525,6 +536,7 @@ class _Context:
             "resumes": [_resume(point) for point in points],
             "start": start,
             "inert": inert,
+            "estimated": not inert and self.estimates_only,
             "edits": edits,
         }
 

@@ -53,16 +53,17 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "top_k": ("k",),
     "cosine": ("read",),
     "recovery": ("of",),
+    "attribution": ("of",),
 }
 """The field each kind of measure asks for, or one of several (definitions: `nnsweep.measures`)."""
 
-AGAINST_CLEAN = ("kl", "js", "cosine", "recovery")
+AGAINST_CLEAN = ("kl", "js", "cosine", "recovery", "attribution")
 """Kinds that compare with the clean run of the same prompt."""
 
 GUARDED = ("recovery", "cosine")
 """Kinds that are no number where they would divide by nothing; such a value is null, no error."""
 
-NO_LENS = ("cosine", "recovery")
+NO_LENS = ("cosine", "recovery", "attribution")
 """Kinds that read no logits of their own."""
 
 PROMPTS = {"text", "donor"}
@@ -468,12 +469,13 @@ class Measure(Strict):
         "top_k",
         "cosine",
         "recovery",
+        "attribution",
     ]
     answer: str | None = Field(None, description="name of an answer")
     answers: list[str] | None = Field(
         None, description="[target, foil]; of prob and log_prob a set, summed", min_length=2
     )
-    of: str | None = Field(None, description="the measure whose recovery is taken")
+    of: str | None = Field(None, description="the measure that is recovered or estimated")
     min_gap: float = Field(0.1, gt=0, description="smallest clean-to-donor gap of `of` that counts")
     k: Annotated[int, Field(strict=True, ge=1, le=100)] | None = Field(
         None, description="top_k: how many tokens"
@@ -748,13 +750,16 @@ def _no_position(sweep: Sweep, name: str) -> str:
 
 def _bad_measures(sweep: Sweep) -> list[str]:
     problems = []
+    if not sweep.writes and any(m.kind == "attribution" for m in sweep.measures.values()):
+        problems.append("attribution estimates what writes do; this sweep has none")
     for name, measure in sweep.measures.items():
         for answer in [measure.answer, *(measure.answers or [])]:
             if answer is not None and answer not in sweep.prompts.answers:
                 known = ", ".join(sweep.prompts.answers) or "none"
                 problems.append(f"measures.{name}: answer '{answer}' is not one of: {known}")
-        if measure.of and not _recoverable(sweep.measures.get(measure.of, measure)):
-            allowed = [k for k, m in sweep.measures.items() if _recoverable(m)]
+        fits = _smooth if measure.kind == "attribution" else _recoverable
+        if measure.of and not fits(sweep.measures.get(measure.of, measure)):
+            allowed = [k for k, m in sweep.measures.items() if fits(m)]
             problems.append(f"measures.{name}.of: '{measure.of}' is not one of {allowed}")
     return problems
 
@@ -762,6 +767,11 @@ def _bad_measures(sweep: Sweep) -> list[str]:
 def _recoverable(measure: Measure) -> bool:
     """Whether a measure is one number of a run alone, whose recovery can be asked for."""
     return measure.kind not in (*AGAINST_CLEAN, "top_k") and measure.lens is None
+
+
+def _smooth(measure: Measure) -> bool:
+    """Whether a measure has a gradient."""
+    return _recoverable(measure) and measure.kind not in ("match", "rank")
 
 
 RESERVED = {

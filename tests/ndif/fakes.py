@@ -82,6 +82,7 @@ def chunk_of(passes: int = 4, points: int = 1, rows: int = 2) -> Plain:
             "points": [f"p{n * points + k}" for k in range(points)],
             "resumes": [1] * points,
             "inert": False,
+            "estimated": False,
             "start": 0,
             "edits": [{"slot": k, "operand": {}} for k in range(points)],
         }

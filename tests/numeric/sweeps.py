@@ -282,6 +282,41 @@ def position_sweeps() -> dict[str, Sweep]:
 
 
 SUBJECT_END = {"text": "word", "donor_text": "source_word", "token": "last"}
+ESTIMATED = {
+    "logit_diff": {"kind": "logit_diff", "answers": ["target", "foil"]},
+    "kl": {"kind": "kl"},
+    "slope": {"kind": "attribution", "of": "logit_diff"},
+    "slope_prob": {"kind": "attribution", "of": "prob"},
+    "prob": {"kind": "prob", "answer": "target"},
+}
+
+
+def estimated(axes: Any, *writes: Any, **more: Any) -> Sweep:
+    """Writes whose effect is estimated from gradients, too."""
+    return sweep_of(axes=axes, writes=list(writes), measures=ESTIMATED, **more)
+
+
+def estimate_sweeps() -> dict[str, Sweep]:
+    """Sweeps of attribution patching."""
+    noisy = {"prompt": "text", "writes": [CORRUPTED]}
+    return {
+        "stream": estimated(
+            {"layer": "all", "position": PLACES}, RESID | {"position": "$position", "set": "donor"}
+        ),
+        "heads": estimated(EDGE, RESID | {"site": "z", "head": "$head", "set": "donor"}),
+        "attention": estimated(LAYER, RESID | {"site": "attn_out", "set": "donor"}),
+        "neurons": estimated({"layer": [1, 2]}, RESID | {"site": "mlp_out", "set": 0.0}),
+        "embed": estimated({}, {"site": "embed", "position": "subject", "set": "donor"}),
+        "twice": estimated(
+            {"layer": [0, 2]},
+            RESID | {"add": {"vector": {"unit": 2}, "scale": 1.5}},
+            RESID | {"renormalize": "text"},
+            RESID | {"site": "attn_out", "set": {"patch": "noisy"}},
+            runs={"noisy": noisy},
+        ),
+    }
+
+
 EDGE = {"layer": [0, 2], "head": [0, 3]}
 ATTENTION = {"layer": "$layer", "head": "$head", "position": "last"}
 

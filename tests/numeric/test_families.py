@@ -18,6 +18,7 @@ from harness import (
 )
 from sweeps import (
     attention_sweeps,
+    estimate_sweeps,
     exact_sweeps,
     layered,
     mean_sweeps,
@@ -246,6 +247,12 @@ def test_kinds_of_writes(prepared, family, name, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "bloom"])
 def test_kinds_of_positions(prepared, family, name):
     near_reference(prepared, position_sweeps()[name], family)
+
+
+@pytest.mark.parametrize("name", estimate_sweeps())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_estimates_from_gradients(prepared, family, name):
+    near_reference(prepared, estimate_sweeps()[name], family)
 
 
 @pytest.mark.parametrize("name", attention_sweeps())

@@ -75,7 +75,10 @@ class ReferenceEngine:
         donor = self._run(chunk, block, "donor", []) if block["donor_ids"] else clean
         answers = {k: torch.tensor(v, device=self.device) for k, v in block["answers"].items()}
         columns = [
-            self._column(chunk, spec, changed, clean, donor, answers) for spec in chunk["measures"]
+            self._estimate(chunk, block, spec, hooks, answers)
+            if spec["kind"] == "attribution"
+            else self._column(chunk, spec, changed, clean, donor, answers)
+            for spec in chunk["measures"]
         ]
         return torch.cat(columns, 1).float().cpu()
 
@@ -244,6 +247,40 @@ class ReferenceEngine:
         found = functions()[spec["kind"]](logits, base, [answers[name] for name in names])
         return found[:, None]
 
+    def _estimate(
+        self, chunk: Plain, block: Plain, spec: Plain, hooks: list[Hook], answers: Any
+    ) -> Tensor:
+        """Gradient times change, summed over the places of one point: (rows, 1)."""
+        of = next(other for other in chunk["measures"] if other["name"] == spec["of"])
+        places = {(tap["path"], tap["side"]): {**tap, "carry": None} for tap, _ in hooks}
+        seen: dict[int, Tensor] = {}
+
+        def keep(number: int) -> Edit:
+            def kept(value: Tensor) -> Tensor:
+                value.retain_grad()
+                seen[number] = value
+                return value
+
+            return kept
+
+        with torch.enable_grad():
+            keepers = [(tap, keep(number)) for number, tap in enumerate(places.values())]
+            logits, _ = self._forward(block["ids"], keepers)
+            picked = torch.stack([logits[row, t] for row, t in enumerate(block["measured"])])
+            run = Run(picked.float(), [])
+            self._column(chunk, of, run, run, run, answers).sum().backward()
+        total = torch.zeros(len(block["ids"]), device=self.device)
+        for number, place in enumerate(places):
+            grad = seen[number].grad
+            value = clean = seen[number].detach()
+            for tap, edit in hooks:
+                if (tap["path"], tap["side"]) == place:
+                    value = edit(value)
+            assert grad is not None
+            total += ((value - clean) * grad).float().reshape(len(total), -1).sum(1)
+        self.module.zero_grad()
+        return total[:, None]
+
     def _lens(self, shape: Plain, stream: Tensor) -> Tensor:
         """What the end of the model makes of a stream (rows, width)."""
         hidden = self.module.get_submodule(shape["lens"]["norm"])(stream[:, None])
@@ -327,7 +364,7 @@ def _hook(module: nn.Module, tap: Plain, edit: Edit) -> Any:
 
     def changed(value: Tensor) -> Tensor:
         # The stream between attention and MLP goes on past its reader: the very tensor is changed.
-        return value.copy_(edit(value)) if "carry" in tap else edit(value)
+        return value.copy_(edit(value)) if tap.get("carry") else edit(value)
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:

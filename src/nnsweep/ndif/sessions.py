@@ -272,5 +272,5 @@ def canary(part: Plain) -> Plain:
         "chunk_id": digest(["canary", item["pass_id"]]),
         "references": {},
         "reads": [],
-        "blocks": [block | {"passes": [alone | {"inert": False}]}],
+        "blocks": [block | {"passes": [alone | {"inert": False, "estimated": False}]}],
     }
