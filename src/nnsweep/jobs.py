@@ -210,7 +210,8 @@ def run_chunk(
     began = time.perf_counter()
     plan = read_json(chunk)
     journal = part.parent.parent / "jobs" / chunk.stem
-    runner = open_engine(engine, plan["model"], config, journal, preflight)
+    gradients = any(spec["kind"] == "attribution" for spec in plan["measures"])
+    runner = open_engine(engine, plan["model"], config, journal, preflight, gradients)
     opened = time.perf_counter() - began
     keys = keys_of(plan)
     result = runner.run(plan, progress(len(keys)))
@@ -230,7 +231,12 @@ def run_chunk(
 
 
 def open_engine(
-    engine: str, model: Plain, config: Config, journal: Path, preflight: Path | None
+    engine: str,
+    model: Plain,
+    config: Config,
+    journal: Path,
+    preflight: Path | None,
+    gradients: bool = False,
 ) -> "Engine":
     """Open an engine by name (imports of torch and nnsight happen here, not before)."""
     # Two jobs on one node share its cores: idle OpenMP threads must sleep, not spin.
@@ -251,7 +257,7 @@ def open_engine(
         from nnsweep.engines.ndif import NdifEngine
         from nnsweep.ndif.preflight import check
 
-        served = read_json(preflight) if preflight else check(model, config)
+        served = read_json(preflight) if preflight else check(model, config, gradients)
         return NdifEngine(model, served, journal, budget_of(config))
     raise UserError(f"engine '{engine}' is not one of: local, ndif, reference.")
 
@@ -266,13 +272,14 @@ def budget_of(config: Config) -> "Budget":
     return Budget(deadlines, ndif.attempts, ndif.pause_s, config.session.max_minutes)
 
 
-def check_ndif(model: Path, config: Config, output: Path) -> None:
+def check_ndif(sweep: Sweep, model: Path, config: Config, output: Path) -> None:
     """Rule check_ndif: is the server there, and will it compute what the sweep asks for?"""
     from nnsweep.log import quiet_libraries
     from nnsweep.ndif.preflight import check
 
     quiet_libraries()
-    write_json(output, check(read_json(model), config))
+    gradients = any(measure.kind == "attribution" for measure in sweep.measures.values())
+    write_json(output, check(read_json(model), config, gradients))
 
 
 def progress(values: int) -> Callable[[str], None]:

@@ -853,11 +853,23 @@ def pick(values, at, width):
 # --- asking a server what it is ---------------------------------------------------------------
 
 
-def probe(model, shape):
-    """What runs a session: dtype and device of the activations, torch, threads, gradients."""
+def probe(model, shape, gradients):
+    """What runs a session: dtype and device of the activations, torch, threads; a gradient."""
     found = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
     trace_probe(model, shape, torch.tensor([[1, 2]]), found)
+    if gradients:
+        with torch.enable_grad():
+            trace_slope(model, shape, torch.tensor([[1, 2]]), found)
     return found
+
+
+def trace_slope(model, shape, tokens, found):
+    with model.trace(tokens, use_cache=False):
+        first = module_at(model, shape["sites"]["embed"]["path"]).output
+        if not first.requires_grad:
+            first.requires_grad_(True)
+        logits = model.output.logits.float()
+        found["slope"] = float(torch.autograd.grad(logits.sum(), [first])[0].norm())
 
 
 def trace_probe(model, shape, tokens, found):

@@ -28,9 +28,10 @@ from proxy import Proxy
 from nnsweep.chunks import columns, keys_of, pass_ids
 from nnsweep.config import read_config
 from nnsweep.engines.ndif import NdifEngine, pack, pack_probe
+from nnsweep.errors import UserError
 from nnsweep.jobs import budget_of, load_vector, open_engine, run_chunk
-from nnsweep.models import model_key, open_model
-from nnsweep.ndif import server, transport
+from nnsweep.models import locate, model_key, open_model
+from nnsweep.ndif import preflight, server, transport
 from nnsweep.ndif.state import ServerState
 from nnsweep.ndif.transport import Deadlines
 from nnsweep.plan import Settings, make_plan
@@ -74,6 +75,10 @@ INSIDE: list[Plain] = [
 ]
 """Writes inside a layer, a chain, and a place behind the last layer."""
 
+ESTIMATED: Plain = {
+    "gap": {"kind": "logit_diff", "answers": ["target", "foil"]},
+    "slope": {"kind": "attribution", "of": "gap"},
+}
 WATCHED: Plain = {
     "lens": {"kind": "prob", "answer": "target", "lens": {}},
     "turned": {"kind": "cosine", "read": {"site": "attn_out", "layer": 2}, "against": "donor"},
@@ -550,3 +555,38 @@ def test_a_value_that_differs_fails_the_run(flow: Flow, tmp_path: Path) -> None:
     (line,) = [line for line in done.out.splitlines() if line.startswith("nnsweep: ")]
     assert "30 different" in line
     assert "largest distance 0.01 (gap); first: different at point" in line
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def test_the_sandbox_runs_no_gradients_and_says_so_before_a_chunk(
+    client: None, deployed: None, tiny: Plain
+) -> None:
+    """A sweep that estimates is refused by the preflight; the server goes on serving."""
+    with pytest.raises(UserError, match="attribution needs gradients") as caught:
+        preflight.check(tiny, CONFIG, gradients=True)
+    assert "\n" not in str(caught.value)
+    assert preflight.check(tiny, CONFIG)["state"]
+
+
+def test_a_trusted_server_estimates_as_this_machine_does(
+    tiny: Plain,
+    local: Any,
+    tokenizer: Any,
+    ndif_python: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    where = tmp_path / "trusted"
+    state = server.serve(str(locate(tiny)), state_dir=where, python=ndif_python, trusted=True)
+    try:
+        client_of(state.host, monkeypatch)
+        served = preflight.check(tiny, CONFIG, gradients=True)
+        engine = NdifEngine(tiny, served, tmp_path / "jobs", budget_of(CONFIG))
+        chunk = chunk_of(tiny, tokenizer, tmp_path, measures=ESTIMATED)
+        ours, theirs = local.run(chunk, quiet), engine.run(chunk, quiet)
+        assert float((ours.values - theirs.values).abs().max()) < 1e-4
+        assert float(ours.values[:, 1].abs().max()) > 1e-2
+    finally:
+        server.stop(where)

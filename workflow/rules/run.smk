@@ -10,6 +10,8 @@ rule check_ndif:
         "logs/{sweep}/check_ndif.log",
     conda:
         "../../envs/local.yaml"
+    params:
+        sweep=SPEC_PARAM,
     message:
         "Asking the NDIF server what it serves"
     script:

@@ -111,20 +111,20 @@ def pack(model: Any, chunk: Mapping[str, Any]) -> bytes:
     return packer.blob
 
 
-def pack_probe(model: Any, shape: Mapping[str, Any]) -> bytes:
+def pack_probe(model: Any, shape: Mapping[str, Any], gradients: bool = False) -> bytes:
     """Serialize the session that asks a server what it is (see `nnsweep.kernel.probe`)."""
     import nnsight
 
     nnsight.register(kernel)
     packer = _Packer()
-    _probe_session(model, dict(shape), packer)
+    _probe_session(model, dict(shape), gradients, packer)
     return packer.blob
 
 
-def _probe_session(model: Any, shape: Any, backend: Any) -> None:
+def _probe_session(model: Any, shape: Any, gradients: bool, backend: Any) -> None:
     probe = kernel.probe
     with model.session(backend=backend):
-        found = probe(model, shape).save()  # type: ignore[no-untyped-call]  # noqa: F841
+        found = probe(model, shape, gradients).save()  # type: ignore[no-untyped-call]  # noqa: F841
 
 
 def _session(model: Any, chunk: Any, functions: Any, backend: Any) -> None:

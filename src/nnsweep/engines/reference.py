@@ -264,12 +264,15 @@ class ReferenceEngine:
             return kept
 
         with torch.enable_grad():
-            keepers = [(tap, keep(number)) for number, tap in enumerate(places.values())]
+            keepers: list[Hook] = [
+                (tap, keep(number)) for number, tap in enumerate(places.values())
+            ]
             logits, _ = self._forward(block["ids"], keepers)
             picked = torch.stack([logits[row, t] for row, t in enumerate(block["measured"])])
             run = Run(picked.float(), [])
-            self._column(chunk, of, run, run, run, answers).sum().backward()
-        total = torch.zeros(len(block["ids"]), device=self.device)
+            total = self._column(chunk, of, run, run, run, answers).sum()
+            torch.autograd.backward(total)
+        found = torch.zeros(len(block["ids"]), device=self.device)
         for number, place in enumerate(places):
             grad = seen[number].grad
             value = clean = seen[number].detach()
@@ -277,9 +280,9 @@ class ReferenceEngine:
                 if (tap["path"], tap["side"]) == place:
                     value = edit(value)
             assert grad is not None
-            total += ((value - clean) * grad).float().reshape(len(total), -1).sum(1)
+            found += ((value - clean) * grad).float().reshape(len(found), -1).sum(1)
         self.module.zero_grad()
-        return total[:, None]
+        return found[:, None]
 
     def _lens(self, shape: Plain, stream: Tensor) -> Tensor:
         """What the end of the model makes of a stream (rows, width)."""

@@ -21,18 +21,19 @@ CRITICAL = ("nnsight", "torch", "transformers")
 HERE = ("127.0.0.1", "localhost", "::1")
 
 
-def check(model: Plain, config: Config) -> Plain:
+def check(model: Plain, config: Config, gradients: bool = False) -> Plain:
     """Check the server for one model.
 
     Args:
         model: The prepared model.
         config: The workflow's configuration.
+        gradients: Whether a measure needs them.
 
     Returns:
         dtype, attention, device_name, threads, versions (of the server), state, mismatches.
 
     Raises:
-        UserError: unreachable, refused, not deployed, another version, another dtype.
+        UserError: unreachable, refused, not deployed, another version, another dtype, no gradients.
     """
     from nnsweep.models import model_key, open_model
 
@@ -53,6 +54,8 @@ def check(model: Plain, config: Config) -> Plain:
     state = _deployed(deployments, key, model["id"])
     versions, mismatches = _versions(connect)
     found = _probe(shell, key, model, config)
+    if gradients:
+        _probe_gradients(shell, key, model, config)
     if found["dtype"] != model["dtype"]:
         raise UserError(
             f"the NDIF server serves {found['dtype']}, the sweep asks for {model['dtype']}. "
@@ -149,16 +152,33 @@ def _minor(version: str) -> tuple[str, ...]:
     return tuple(version.split("+")[0].split(".")[:2])
 
 
-def _probe(shell: Any, key: str, model: Plain, config: Config) -> Plain:
-    """Run the smallest session there is and see what ran it."""
+def _probe_gradients(shell: Any, key: str, model: Plain, config: Config) -> None:
+    """Run a backward pass, which a server refuses in its sandbox."""
+    try:
+        _ask(shell, key, model, config, gradients=True)
+    except BadSession as error:
+        raise UserError(
+            f"measures: attribution needs gradients, which this NDIF server does not run for this "
+            f"key ({error}). Use engine=local, or leave attribution out."
+        ) from None
+    except (Transient, StillQueued, TooLong) as error:
+        raise UserError(f"a trial session on NDIF failed: {error}. Try again.") from None
+
+
+def _ask(shell: Any, key: str, model: Plain, config: Config, gradients: bool) -> Plain:
     from nnsweep.engines.ndif import pack_probe
 
     ndif = config.ndif
     deadlines = Deadlines(ndif.connect_s, ndif.queue_s, ndif.run_s, ndif.download_s)
+    job = transport.submit(pack_probe(shell, model["shape"], gradients), key, deadlines)
+    content, _ = transport.wait(job, deadlines, logger.info)
+    return unpack_probe(content)
+
+
+def _probe(shell: Any, key: str, model: Plain, config: Config) -> Plain:
+    """Run the smallest session there is and see what ran it."""
     try:
-        job = transport.submit(pack_probe(shell, model["shape"]), key, deadlines)
-        content, _ = transport.wait(job, deadlines, logger.info)
-        return unpack_probe(content)
+        return _ask(shell, key, model, config, gradients=False)
     except (Transient, StillQueued, TooLong, BadSession) as error:
         raise UserError(
             f"a trial session on NDIF failed: {error}. See nnsweep ndif status, then try again."
