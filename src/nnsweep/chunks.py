@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from nnsweep.sweep import TEXTS
 from nnsweep.tables import digest
 
 Plain = dict[str, Any]
@@ -144,14 +145,22 @@ def refs(edit: Plain) -> list[int]:
     return own + [number for under in operand.get("under", []) for number in refs(under)]
 
 
-WIDTHS = {"top_k": 2}
-"""Numbers that a measure returns for each of its `k`."""
+WIDTHS = {"top_k": 2, "generate": 3}
+"""Numbers that a measure returns for each of its `k`: id and log-probability; also entropy."""
+
+GENERATE = "generate"
+"""Kind of the list of tokens that a sweep generates."""
+
+
+def in_session(measures: Sequence[Plain]) -> list[Plain]:
+    """The measures that a session computes; those of the generated text are computed from it."""
+    return [spec for spec in measures if spec["kind"] not in TEXTS]
 
 
 def columns(measures: Sequence[Plain]) -> list[str]:
     """Names of the columns that a session returns: NAME, or NAME.0, NAME.1, ... of a list."""
     found = []
-    for spec in measures:
+    for spec in in_session(measures):
         count = WIDTHS.get(spec["kind"], 0) * spec.get("k", 0)
         found += [f"{spec['name']}.{i}" for i in range(count)] or [spec["name"]]
     return found

@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from nnsweep.sweep import AGAINST_CLEAN
+from nnsweep.sweep import AGAINST_CLEAN, TEXTS
 
 AGAINST = (*AGAINST_CLEAN, "lens")
 """Kinds that differ from the donor's even where the run ends as the donor's does."""
@@ -34,7 +34,7 @@ def compared(measures: Sequence[Plain]) -> dict[str, str]:
     return {
         spec["name"]: "lens" if "lens" in spec else spec["kind"]
         for spec in measures
-        if spec["kind"] != "top_k"
+        if spec["kind"] not in ("top_k", "generate", *TEXTS)
     }
 
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from nnsweep.measures import REGISTRY
 from nnsweep.summary import LENS_AXIS, of_measure
-from nnsweep.sweep import Sweep, axis_kinds
+from nnsweep.sweep import Sweep, axis_kinds, value_measures
 from nnsweep.tables import (
     read_table,
     read_values,
@@ -43,7 +43,7 @@ def plot_measure(sweep: Sweep, measure: str, summary: Path, values: Path, output
     frame = of_measure(read_table(summary, summary_schema(kinds)).to_pandas(), measure)
     with mpl.rc_context(STYLE):
         if len(frame) == 1 and frame["measure"][0] == measure:
-            rows = read_values(values, kinds, sweep.measures)
+            rows = read_values(values, kinds, value_measures(sweep))
             figure = draw_rows(sweep, measure, frame, rows.select(["row_id", measure]).to_pandas())
         else:
             figure = draw(sweep, measure, frame)

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from nnsweep import prompts as prompt_rows
 from nnsweep.chunks import (
+    GENERATE,
     columns,
     forward_passes,
     inert_rows,
@@ -319,9 +320,9 @@ def part_table(
     array = values.numpy()
     specs = {name: spec for spec in plan["measures"] for name in columns([spec])}
     bad = ~np.isfinite(array)
-    guarded = np.array([spec["kind"] in GUARDED for spec in specs.values()])
+    guarded = np.array([spec["kind"] in (*GUARDED, GENERATE) for spec in specs.values()])
     errors = (bad & ~guarded).any(axis=1)
-    reasons = [_reason(specs, row) if row.any() else None for row in bad]
+    reasons = [_reason(specs, row) or None if row.any() else None for row in bad]
     for row, why in failed.items():
         errors[row], reasons[row] = True, why
     found = {
@@ -342,6 +343,8 @@ def _reason(specs: Mapping[str, Plain], bad: Any) -> str:
             parts.append(
                 f"{name}: clean and donor differ in {spec['of']} by less than {spec['min_gap']}"
             )
+        elif wrong and spec["kind"] == GENERATE:
+            continue  # The text has ended.
         elif wrong and spec["kind"] == "cosine":
             parts.append(f"{name}: an activation of length 0 has no direction")
         elif wrong:

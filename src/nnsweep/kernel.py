@@ -29,6 +29,7 @@ def run_chunk(model, chunk, functions, report):
     """
     tools = {"shape": chunk["model"]["shape"], "measures": chunk["measures"]}
     tools["functions"] = functions
+    tools["generate"] = next((s for s in tools["measures"] if s["kind"] == "generate"), None)
     tools["references"] = {
         number: reference_values(model, tools, wanted)
         for number, wanted in chunk["references"].items()
@@ -45,6 +46,8 @@ def run_chunk(model, chunk, functions, report):
                 chained = chain_runs(model, tools, block, item["edits"], state)
             else:
                 run, chained = run_pass(model, tools, block, item, state)
+            if tools["generate"]:
+                generate(model, tools, block, item, run, state)
             run["estimates"] = estimates(tools, block, item, state | {"chained": chained})
             parts.append(measured(tools, run, block, state))
             report(f"{len(parts)}/{total} passes")
@@ -219,6 +222,8 @@ def run_pass(model, tools, block, item, state):
         )
     chained = chain_runs(model, tools, block, item["edits"], state)
     state = state | {"chained": chained}
+    if tools["generate"] and 0 not in tools["generate"]["steps"]:
+        item = item | {"edits": []}
     early, late = split_edits(shape, item)
     streams = {
         resume: stream_at(block, resumes, resume, early, state, start)
@@ -231,7 +236,8 @@ def run_pass(model, tools, block, item, state):
     steps += [(behind(read["tap"]), "read", number) for number, read in enumerate(tools["reads"])]
     # The clean keys and values are read all the same; they need not come back with the result.
     job = {"tokens": shown[:, start:], "width": tokens.shape[1], "start": start, "at": at}
-    job |= {"inputs": inputs | {"use_cache": False}, "caching": False, "reads": tools["reads"]}
+    caching = tools["generate"] is not None
+    job |= {"inputs": inputs | {"use_cache": caching}, "caching": caching, "reads": tools["reads"]}
     job |= {"rows": len(block["ids"]), "resumes": resumes, "streams": streams}
     job |= {"steps": sorted(steps, key=lambda step: step[0]), "answers": block["answers"]}
     job |= {"edits": item["edits"]}
@@ -355,7 +361,7 @@ def trace_run(model, tools, job, block, state, found):
             lens_columns(model, tools, job, state, found)
         if job["caching"]:
             found["cache"] = model.output.past_key_values
-        if shape["head"] and block and not on_logits(job["edits"]):
+        if shape["head"] and block and not job["caching"] and not on_logits(job["edits"]):
             head = module_at(model, shape["head"])
             hidden = pick(head.input, job["at"], job["width"])
             found["logits"] = unembed(head, hidden, shape["vocab"], job["rows"])
@@ -605,6 +611,67 @@ def noise(seeds, rows, old):
     return torch.cat(parts)
 
 
+# --- generation -------------------------------------------------------------------------------
+
+
+def generate(model, tools, block, item, run, state):
+    """Continue every row of a pass greedily; into run["generated"], (points * rows, 3 * tokens).
+
+    Ids, log-probabilities and entropies of the new tokens; not a number behind an end token.
+    """
+    shape, spec = tools["shape"], tools["generate"]
+    logits, cache, width = run["logits"], run.pop("cache"), len(block["ids"][0])
+    done = torch.zeros(len(logits), dtype=torch.bool)
+    ends, columns = torch.tensor(shape["eos"], dtype=torch.long), []
+    here = one_token(block)
+    edits = [edit | {"position": "@new"} for edit in item["edits"]]
+    for step in range(1, spec["k"] + 1):
+        spread_out = logits.log_softmax(-1)
+        token = logits.argmax(-1)
+        log_prob = spread_out.gather(-1, token[:, None])[:, 0]
+        entropy = -(spread_out.exp() * spread_out).sum(-1)
+        column_of = torch.stack([token.float(), log_prob, entropy], -1).cpu()
+        columns.append(column_of.masked_fill(done[:, None], torch.nan))
+        done = done | torch.isin(token.cpu(), ends)
+        if step == spec["k"] or bool(done.all()):
+            break
+        written = edits if step in spec["steps"] else []
+        found = new_found(0)
+        job = step_job(shape, token[:, None], width + step, cache, len(item["points"]), written)
+        trace_step(model, shape, job, here, state, found)
+        logits, cache = found["logits"], found["cache"]
+    missing = spec["k"] - len(columns)
+    columns += [torch.full_like(columns[0], torch.nan)] * missing
+    run["generated"] = torch.stack(columns, -1).flatten(1)
+
+
+def one_token(block):
+    """A block whose only position is the one new token of each row."""
+    places = [[0] for _ in block["ids"]]
+    return {"positions": {"@new": {"base": places, "donor": places, "mean": False}}}
+
+
+def step_job(shape, tokens, width, cache, points, edits):
+    """One new token a row, behind the keys and values of all before it."""
+    rows = len(tokens)
+    inputs = {"attention_mask": torch.ones(rows, width, dtype=torch.long)}
+    inputs |= {"past_key_values": cache, "use_cache": True}
+    if shape["position_ids"]:
+        inputs["position_ids"] = torch.full((rows, 1), width - 1)
+    steps = edit_steps(sorted(edits, key=lambda edit: edit["tap"]["order"]))
+    steps.sort(key=lambda step: step[0])
+    job = {"tokens": tokens, "inputs": inputs, "steps": steps, "rows": rows // points}
+    return job | {"resumes": [0] * points, "streams": {}, "start": 0}
+
+
+def trace_step(model, shape, job, here, state, found):
+    with model.trace(job["tokens"], **job["inputs"]):
+        for order, kind, step in job["steps"]:
+            act(model, shape, job, order, kind, step, here, state, found)
+        found["cache"] = model.output.past_key_values
+        found["logits"] = model.output.logits[:, -1].detach().float()
+
+
 # --- estimates --------------------------------------------------------------------------------
 
 
@@ -621,13 +688,13 @@ def gradients(model, tools, block, edits):
     taps = dict(sorted(taps.items(), key=lambda item: item[1]["order"]))
     inputs = forward_inputs(shape, tokens, 0, block["measured"])
     answers = {name: torch.tensor(ids) for name, ids in block["answers"].items()}
-    found = {}
+    found = {"places": {}}
     with torch.enable_grad():
         trace_gradients(model, tools, tokens, inputs, taps, of, answers, block["measured"], found)
     rows = len(block["ids"])
     return {
         key: (
-            activation(found[key], rows).detach(),
+            activation(found["places"][key], rows).detach(),
             {name: activation(found[name][place], rows) for name in of},
         )
         for place, key in enumerate(taps)
@@ -641,11 +708,13 @@ def trace_gradients(model, tools, tokens, inputs, taps, of, answers, at, found):
             first.requires_grad_(True)
         for key, tap in taps.items():
             module = module_at(model, tap["path"])
-            found[key] = tensor_of(module.input if tap["side"] == "input" else module.output)
+            found["places"][key] = tensor_of(
+                module.input if tap["side"] == "input" else module.output
+            )
         logits = pick(model.output.logits, at, tokens.shape[1]).float()
-        places = [found[key] for key in taps]
         for name, spec in of.items():
             total = column(tools["functions"], spec, logits, logits, answers).sum()
+            places = list(found["places"].values())
             found[name] = torch.autograd.grad(total, places, retain_graph=True)
 
 
@@ -692,6 +761,7 @@ def measured(tools, run, block, state):
             "logits": run["logits"][low : low + rows],
             "reads": [value[low : low + rows] for value in run["reads"]],
             "lens": {name: value[low : low + rows] for name, value in run["lens"].items()},
+            "generated": run["generated"][low : low + rows] if "generated" in run else None,
             "estimates": {n: value[low : low + rows] for n, value in run["estimates"].items()},
         }
         found.append(measured_point(tools, part, answers, state))
@@ -706,6 +776,8 @@ def measured_point(tools, run, answers, state):
     for spec in tools["measures"]:
         if "lens" in spec:
             found = run["lens"][spec["name"]]
+        elif spec["kind"] == "generate":
+            found = run["generated"].to(logits.device)
         elif spec["kind"] == "attribution":
             found = run["estimates"][spec["name"]].to(logits.device)
         elif spec["kind"] == "cosine":

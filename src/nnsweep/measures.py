@@ -189,6 +189,15 @@ REGISTRY: dict[str, Entry] = {
         "same activation of the clean run, or of the donor's",
         "Singhal, Modern information retrieval: a brief overview, 2001",
     ),
+    "contains": Entry(
+        None,
+        "fraction",
+        0,
+        1,
+        True,
+        "1 where the generated text contains the answer's text, else 0; needs `generate`",
+        "string matching",
+    ),
     "attribution": Entry(
         None,
         "units of `of`",

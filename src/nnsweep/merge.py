@@ -16,8 +16,9 @@ from nnsweep.chunks import columns
 from nnsweep.controls import compared, judge
 from nnsweep.errors import CheckFailed, NnsweepError
 from nnsweep.grid import position_names
+from nnsweep.plan import controlled
 from nnsweep.provenance import remote_cost, run_record
-from nnsweep.sweep import Sweep, axis_kinds, watched_positions
+from nnsweep.sweep import GENERATED, Sweep, axis_kinds, watched_positions
 from nnsweep.tables import (
     SESSIONS,
     part_schema,
@@ -31,6 +32,8 @@ from nnsweep.tables import (
 logger = logging.getLogger(__name__)
 Plain = dict[str, Any]
 KEYS = ["point_key", "row_key"]
+LISTS = {"top_k": ("id", "log_prob"), "generate": ("id", "log_prob", "entropy")}
+"""Kinds whose numbers become a list of tokens, and what there is of each."""
 
 
 def merge_chunks(sweep: Sweep, results: Path, engine: str, output: Path) -> None:
@@ -74,7 +77,8 @@ def _judge_controls(plan: Plain, output: Path, dtype: str) -> dict[str, Plain]:
     name, specs = plan["controls"], plan["measures"]
     if name is None:
         return {}
-    table = read_table(output / "chunks" / f"{name}.parquet", part_schema(columns(specs)))
+    schema = part_schema(columns(controlled(specs)))
+    table = read_table(output / "chunks" / f"{name}.parquet", schema)
     return judge(table, compared(specs), dtype)
 
 
@@ -123,32 +127,64 @@ def assemble(sweep: Sweep, results: Path, specs: Sequence[Plain], parts: pd.Data
 def _published(
     sweep: Sweep, results: Path, specs: Sequence[Plain], whole: pd.DataFrame
 ) -> pa.Table:
-    """The columns of values.parquet; lists of tokens get the tokens' texts."""
-    lists = {spec["name"]: spec["k"] for spec in specs if spec["kind"] == "top_k"}
+    """The columns of values.parquet; tokens get their texts, and texts their measures."""
+    lists = {spec["name"]: LISTS[spec["kind"]] for spec in specs if spec["kind"] in LISTS}
     if lists:
         from nnsweep.models import load_tokenizer
 
-        decode = load_tokenizer(read_json(results / "model.json")).decode
-        for name, k in lists.items():
-            whole[name] = token_lists(
-                whole[columns([{"name": name, "kind": "top_k", "k": k}])], decode
-            )
-    schema = values_schema(axis_kinds(sweep), [spec["name"] for spec in specs], lists)
+        tokenizer = load_tokenizer(read_json(results / "model.json"))
+        for spec in specs:
+            if spec["kind"] in LISTS:
+                fields, numbers = LISTS[spec["kind"]], whole[columns([spec])]
+                whole[spec["name"]] = token_lists(numbers, fields, tokenizer.decode)
+    if sweep.generate is not None:
+        whole["text"] = texts(whole[GENERATED[0]], tokenizer)
+        answers = _answer_texts(sweep, results)
+        for spec in (spec for spec in specs if spec["kind"] == "contains"):
+            whole[spec["name"]] = contained(whole, answers[spec["answer"]])
+    names = [spec["name"] for spec in specs]
+    schema = values_schema(axis_kinds(sweep), names, lists, sweep.generate is not None)
     return pa.Table.from_pandas(whole[schema.names], schema=schema, preserve_index=False)
 
 
-def token_lists(frame: pd.DataFrame, decode: Callable[[list[int]], str]) -> list[Any]:
-    """Ids (first half of the columns) and log-probabilities as one list of tokens a row."""
+def _answer_texts(sweep: Sweep, results: Path) -> dict[str, dict[str, str]]:
+    """Answer -> row_id -> its text."""
+    rows = prompt_rows.from_table(read_table(results / "prompts.parquet"))
+    return {
+        name: {row.row_id: row.answer_texts[name] for row in rows} for name in sweep.prompts.answers
+    }
+
+
+def token_lists(
+    frame: pd.DataFrame, fields: Sequence[str], decode: Callable[[list[int]], str]
+) -> list[Any]:
+    """Columns of numbers, all ids first, as one list of tokens a row."""
     found: list[Any] = []
-    for numbers in frame.to_numpy(dtype=float, na_value=np.nan):
-        ids, log_probs = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+    for line in frame.to_numpy(dtype=float, na_value=np.nan):
+        numbers = line.reshape(len(fields), -1).T
+        kept = [token for token in numbers if not np.isnan(token[0])]
         tokens = [
-            {"id": int(i), "token": decode([int(i)]), "log_prob": p}
-            for i, p in zip(ids, log_probs, strict=True)
-            if not np.isnan(i)
+            {"token": decode([int(token[0])])} | dict(zip(fields, token, strict=True))
+            for token in kept
         ]
-        found.append(tokens or None)
+        found.append([token | {"id": int(token["id"])} for token in tokens] or None)
     return found
+
+
+def texts(tokens: pd.Series, tokenizer: Any) -> list[str | None]:
+    """What was generated, without end tokens."""
+    return [
+        None
+        if found is None
+        else tokenizer.decode([token["id"] for token in found], skip_special_tokens=True)
+        for found in tokens
+    ]
+
+
+def contained(whole: pd.DataFrame, answers: Mapping[str, str]) -> list[float | None]:
+    """1 where the generated text contains the row's answer, else 0."""
+    pairs = zip(whole["text"], whole["row_id"], strict=True)
+    return [None if text is None else float(answers[row].strip() in text) for text, row in pairs]
 
 
 def sample_values(sweep: Sweep, results: Path, part: Path) -> pa.Table:

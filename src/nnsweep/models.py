@@ -210,7 +210,7 @@ def describe(folder: Path, attention: str) -> dict[str, Any]:
     Returns:
         family, layers, heads, kv_heads, head_dim, hidden, vocab, context, parameters; whether
         forward takes logits_to_keep and position_ids; joins and head (see `nnsweep.sites`), lens,
-        window, layer_path, sites and refused (see `nnsweep.sites.site_table`).
+        eos, window, layer_path, sites and refused (see `nnsweep.sites.site_table`).
     """
     import inspect
 
@@ -232,6 +232,7 @@ def describe(folder: Path, attention: str) -> dict[str, Any]:
         "joins": config.model_type in JOINS,
         "head": _head(module) if config.model_type in PLAIN_HEADS else None,
         "lens": _lens(module, config, paths),
+        "eos": _end_tokens(module),
         "layer_path": paths["layer"],
         "sites": sites,
         "refused": refused,
@@ -258,6 +259,15 @@ def _head(module: Any) -> str | None:
     """Path of the output embedding."""
     names = {id(child): name for name, child in module.named_modules()}
     return names.get(id(module.get_output_embeddings()))
+
+
+def _end_tokens(module: Any) -> list[int]:
+    """Tokens at which a generation ends."""
+    config = getattr(module, "generation_config", None) or module.config.get_text_config()
+    found = config.eos_token_id
+    return (
+        [] if found is None else [int(i) for i in (found if isinstance(found, list) else [found])]
+    )
 
 
 def _lens(module: Any, config: Any, paths: Mapping[str, str | None]) -> dict[str, Any] | None:

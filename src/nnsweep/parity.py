@@ -159,7 +159,7 @@ def classify(a: pa.Table, b: pa.Table, kinds: Mapping[str, str], dtype: str) -> 
     """
     if a.schema.names != b.schema.names:
         raise UserError(f"parity: columns differ: {a.schema.names} and {b.schema.names}.")
-    axes = [n for n in a.schema.names if n not in (*KEYS, *STATE, *kinds)]
+    axes = [n for n in a.schema.names if n not in (*KEYS, *STATE, *kinds, "text")]
     schema = pa.schema(
         [("point_id", pa.string()), ("row_id", pa.string())]
         + [(name, a.schema.field(name).type) for name in axes]
@@ -193,7 +193,7 @@ def _asked(joined: pd.DataFrame) -> pd.DataFrame:
 
 
 def _values(joined: pd.DataFrame, name: str, kind: str, dtype: str) -> pd.DataFrame:
-    if kind == "top_k":
+    if kind in ("top_k", "generate"):
         a, b = _first_difference(joined[f"{name}_a"], joined[f"{name}_b"])
     else:
         a, b = (joined[f"{name}_{side}"].to_numpy(np.float32) for side in "ab")
@@ -233,7 +233,7 @@ def _classes(
     dtype: str,
 ) -> np.ndarray:
     """The class of every value; rank-like measures are whole numbers and must be identical."""
-    limit, discrete = TOLERANCES[dtype], REGISTRY[kind].discrete
+    limit, discrete = TOLERANCES[dtype], kind == "generate" or REGISTRY[kind].discrete
     same = a.view(np.uint32) == b.view(np.uint32)
     near = (distance <= limit.absolute) | (ulps <= limit.ulps)
     found = np.where(same, "identical", np.where(near & (not discrete), "within", "different"))

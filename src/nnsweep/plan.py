@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnsweep import SEMANTICS
-from nnsweep.chunks import block_name, refs, slices
+from nnsweep.chunks import GENERATE, block_name, in_session, refs, slices
 from nnsweep.errors import UserError
 from nnsweep.grid import expand, position_names
 from nnsweep.prompts import PromptRow
 from nnsweep.sites import EDGES, ORDER, limits_of, resumes_at, tap
 from nnsweep.sweep import (
+    GENERATED,
     HEADED,
     Measure,
     Sweep,
@@ -155,6 +156,7 @@ class _Context:
         self.answers = sorted({n for m in measures for n in [m.answer, *(m.answers or [])] if n})
         self.donors = uses_donor(sweep)
         self.estimates_only = all(spec["kind"] == "attribution" for spec in self.measures)
+        self.generating = sweep.generate is not None
         self.watched = set(watched_positions(sweep))
         named = {name for _, writes in cells for write in writes for name in position_names(write)}
         self.touched = named | self.watched
@@ -175,6 +177,7 @@ class _Context:
                 "writes": [self._meaning(edit) for edit in edits],
                 "measure_at": position_spec(self.sweep, self.sweep.measure_at),
             }
+            | ({"generate": self.sweep.generate.model_dump()} if self.sweep.generate else {})
         )
         facts = sorted(digest(self._row_facts(i, edits)) for i in rows)
         return Point(digest([key, facts]), key, cell, writes, edits, rows)
@@ -199,6 +202,8 @@ class _Context:
         where = self._where(write)
         op, operand = self._operand(write, where)
         resume = resumes_at(write["site"], write.get("layer"), self.shape["layers"])
+        # Generation goes on from the keys and values of every layer.
+        resume = 0 if self.generating else resume
         return where | {"op": op, "operand": operand, "resume": resume}
 
     def _where(self, write: Plain) -> Plain:
@@ -504,7 +509,7 @@ class _Context:
         than the window is computed from its first token on.
         """
         window, width = self.shape["window"], len(self.rows[block[0]].ids)
-        beyond = window is not None and width >= window
+        beyond = (window is not None and width >= window) or self.generating
         if self.settings.recompute == "exact" or not point.edits or beyond:
             return 0
         names = [edit["position"] for edit in point.edits] + [self.sweep.measure_at]
@@ -545,10 +550,14 @@ class _Context:
 
         `exact` runs such points too: where experts share tokens, even they can move a bit.
         """
-        return self.settings.recompute == "fast" and all(
-            _cannot_move(edit, self.rows[i], self.watched, self.shape["layers"])
-            for edit in point.edits
-            for i in block
+        return (
+            self.settings.recompute == "fast"
+            and not self.generating
+            and all(
+                _cannot_move(edit, self.rows[i], self.watched, self.shape["layers"])
+                for edit in point.edits
+                for i in block
+            )
         )
 
     def _drawn(self, edit: Plain, block: Sequence[int]) -> Plain:
@@ -602,7 +611,7 @@ class _Context:
         return {
             "chunk_id": digest([p["pass_id"] for block in blocks for p in block["passes"]]),
             "model": self.model,
-            "measures": self.measures,
+            "measures": in_session(self.measures),
             "reads": self.reads,
             "references": {str(n): self._reference_set(self.references[n]) for n in references},
             "blocks": blocks,
@@ -707,6 +716,7 @@ class _Context:
         if equal:
             passes.append(self._control(block, "full_donor", [self._full_donor()]))
         chunk = self.chunk(passes)
+        chunk["measures"] = controlled(chunk["measures"])
         # Controls read and write every token.
         nothing = {"shared": 0, "donor_shared": 0}
         chunk["blocks"] = [each | nothing for each in chunk["blocks"]]
@@ -782,6 +792,14 @@ def measure_list(sweep: Sweep, shape: Plain) -> tuple[list[Plain], list[Plain]]:
             measures.append(plain | {"read": _numbered(read, reads)})
         else:
             measures.append(plain)
+    if sweep.generate is not None:
+        how = sweep.generate
+        steps = {"prompt": [0], "all": list(range(how.max_new_tokens))}.get(
+            str(how.writes_at), how.writes_at
+        )
+        measures.append(
+            {"name": GENERATED[0], "kind": GENERATE, "k": how.max_new_tokens, "steps": steps}
+        )
     return measures, reads
 
 
@@ -796,6 +814,11 @@ def _lens_reads(sweep: Sweep, measure: Measure, shape: Plain) -> Iterator[tuple[
             raise UserError(f"lens: layer {layer} is outside 0..{shape['layers'] - 1}.")
         where = tap(shape, lens.site, layer)
         yield layer, {"tap": where, "position": lens.position or sweep.measure_at}
+
+
+def controlled(measures: Sequence[Plain]) -> list[Plain]:
+    """The measures that null controls compute: all but what is generated."""
+    return [spec for spec in in_session(measures) if spec["kind"] != GENERATE]
 
 
 def _numbered(item: Plain, items: list[Plain]) -> int:

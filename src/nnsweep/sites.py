@@ -10,7 +10,7 @@ from typing import Any
 
 from nnsweep.errors import UserError
 
-SHAPE_VERSION = 4
+SHAPE_VERSION = 5
 """Raised whenever a shape says more or something else, so that models are described again."""
 
 ORDER = (

@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 
 from nnsweep.config import Bootstrap
-from nnsweep.sweep import Sweep, axis_kinds
+from nnsweep.sweep import Sweep, axis_kinds, value_measures
 from nnsweep.tables import (
     measure_of,
     number_columns,
@@ -26,7 +26,7 @@ LENS_AXIS = "layer read by the lens"
 def summarize(sweep: Sweep, values: Path, output: Path, bootstrap: Bootstrap) -> None:
     """Rule summarize: one row per point and measure."""
     kinds = axis_kinds(sweep)
-    table = read_values(values, kinds, sweep.measures)
+    table = read_values(values, kinds, value_measures(sweep))
     frame = summary_frame(table, list(kinds), number_columns(table, kinds), bootstrap)
     schema = summary_schema(kinds)
     whole = pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False)

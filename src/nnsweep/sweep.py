@@ -52,6 +52,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "js": (),
     "top_k": ("k",),
     "cosine": ("read",),
+    "contains": ("answer",),
     "recovery": ("of",),
     "attribution": ("of",),
 }
@@ -63,7 +64,13 @@ AGAINST_CLEAN = ("kl", "js", "cosine", "recovery", "attribution")
 GUARDED = ("recovery", "cosine")
 """Kinds that are no number where they would divide by nothing; such a value is null, no error."""
 
-NO_LENS = ("cosine", "recovery", "attribution")
+TEXTS = ("contains",)
+"""Kinds that read the generated text."""
+
+GENERATED = ("generated", "text")
+"""Columns of values.parquet that hold what was generated: tokens, and their text."""
+
+NO_LENS = ("cosine", "contains", "recovery", "attribution")
 """Kinds that read no logits of their own."""
 
 PROMPTS = {"text", "donor"}
@@ -468,6 +475,7 @@ class Measure(Strict):
         "js",
         "top_k",
         "cosine",
+        "contains",
         "recovery",
         "attribution",
     ]
@@ -501,6 +509,18 @@ class Measure(Strict):
         return self
 
 
+class Generate(Strict):
+    """Greedy continuation of every prompt under the writes of every point."""
+
+    max_new_tokens: Annotated[int, Field(strict=True, ge=1, le=1000)] = Field(
+        description="tokens at most; a row ends earlier at the model's end-of-text token"
+    )
+    writes_at: Literal["prompt", "all"] | list[Annotated[int, Field(strict=True, ge=0)]] = Field(
+        "prompt",
+        description="steps under the writes: 0 is the prompt, n the n-th new token; all is each",
+    )
+
+
 class Sweep(Strict):
     """A sweep of interventions on a language model."""
 
@@ -519,6 +539,7 @@ class Sweep(Strict):
     )
     runs: dict[Name, Run] = Field(default={}, description="name -> a run that writes patch from")
     writes: list[Write] = Field(default=[], description="none measures behaviour")
+    generate: Generate | None = Field(None, description="continue every prompt; null does not")
     measures: dict[Name, Measure] = Field(description="name -> measure", min_length=1)
     on_bad_row: Literal["refuse", "exclude"] = Field(
         "refuse", description="what to do when a prompt row cannot be used"
@@ -533,7 +554,7 @@ class Sweep(Strict):
 
     @model_validator(mode="after")
     def _references(self) -> "Sweep":
-        checks = (_bad_positions, _bad_refs, _bad_measures, _bad_axes)
+        checks = (_bad_positions, _bad_refs, _bad_measures, _bad_axes, _bad_generation)
         for problem in itertools.chain.from_iterable(check(self) for check in checks):
             raise ValueError(problem)
         return self
@@ -764,9 +785,38 @@ def _bad_measures(sweep: Sweep) -> list[str]:
     return problems
 
 
+def value_measures(sweep: Sweep) -> list[str]:
+    """Measures and what else has columns in values.parquet, in order."""
+    return [*sweep.measures, *(GENERATED if sweep.generate else ())]
+
+
+def _bad_generation(sweep: Sweep) -> Iterator[str]:
+    if sweep.generate is None:
+        named = [name for name, measure in sweep.measures.items() if measure.kind in TEXTS]
+        yield from (f"measures.{name} reads the generated text; add generate" for name in named)
+    elif sweep.position(sweep.measure_at) != -1:
+        yield "generate goes on from the last token; leave measure_at out"
+    elif sweep.generate.writes_at != "prompt":
+        for number, write in enumerate(sweep.writes):
+            if not _repeatable(write):
+                yield (
+                    f"writes.{number} cannot be repeated at new tokens, which no other prompt has; "
+                    "set generate.writes_at: prompt, or write a number, a mean or a vector"
+                )
+
+
+def _repeatable(write: Write) -> bool:
+    """Whether a write can be done at a token that no prompt has."""
+    fixed = not patches(write) and not any(isinstance(s, Resample) for s in sources(write))
+    means = [source for source in sources(write) if isinstance(source, Mean)]
+    lengths = write.renormalize not in PROMPTS and write.noise is None
+    per_token = any(mean.per_token for mean in means)
+    return fixed and lengths and not per_token and write.site not in (*EDGES, "logits")
+
+
 def _recoverable(measure: Measure) -> bool:
     """Whether a measure is one number of a run alone, whose recovery can be asked for."""
-    return measure.kind not in (*AGAINST_CLEAN, "top_k") and measure.lens is None
+    return measure.kind not in (*AGAINST_CLEAN, *TEXTS, "top_k") and measure.lens is None
 
 
 def _smooth(measure: Measure) -> bool:
@@ -777,6 +827,7 @@ def _smooth(measure: Measure) -> bool:
 RESERVED = {
     *("point_id", "point_key", "row_id", "row_key", "status", "reason", "writes", "excluded"),
     "inert_rows",
+    *GENERATED,
     *("measure", "n", "mean", "std", "ci_low", "ci_high", "a", "b", "distance", "ulps", "class"),
 }
 """Columns of our tables, which no axis and no measure may be called."""

@@ -50,10 +50,13 @@ SESSIONS = pa.schema(
 )
 
 
-TOKENS = pa.list_(
-    pa.struct([("id", pa.int32()), ("token", pa.string()), ("log_prob", pa.float32())])
-)
-"""Arrow type of a list of tokens (measure `top_k`)."""
+NUMBERS = {"id": pa.int32(), "log_prob": pa.float32(), "entropy": pa.float32()}
+
+
+def tokens_type(fields: Sequence[str]) -> pa.DataType:
+    """Arrow type of a list of tokens: id, text and some numbers of each."""
+    named = [("id", pa.int32()), ("token", pa.string())]
+    return pa.list_(pa.struct(named + [(f, NUMBERS[f]) for f in fields if f != "id"]))
 
 
 def part_schema(measures: Sequence[str]) -> pa.Schema:
@@ -74,12 +77,24 @@ def points_schema(axes: Mapping[str, str]) -> pa.Schema:
 
 
 def values_schema(
-    axes: Mapping[str, str], measures: Sequence[str], lists: Collection[str] = ()
+    axes: Mapping[str, str],
+    measures: Sequence[str],
+    lists: Mapping[str, Sequence[str]] | None = None,
+    text: bool = False,
 ) -> pa.Schema:
-    """Schema of values.parquet (one row per point and prompt row); `lists` hold tokens."""
+    """Schema of values.parquet (one row per point and prompt row).
+
+    Args:
+        axes: Axis -> kind.
+        measures: Columns of numbers, and of those in `lists`, tokens.
+        lists: Column -> what there is of each of its tokens.
+        text: Whether there is a column of generated text.
+    """
+    lists = lists or {}
     columns = [(name, AXIS_TYPES[kind]) for name, kind in axes.items()]
     state = [("row_id", pa.string()), ("status", pa.string()), ("reason", pa.string())]
-    found = [(name, TOKENS if name in lists else pa.float32()) for name in measures]
+    found = [(n, tokens_type(lists[n]) if n in lists else pa.float32()) for n in measures]
+    found += [("text", pa.string())] if text else []
     return pa.schema([("point_id", pa.string()), *columns, *state, *found])
 
 
@@ -91,8 +106,8 @@ def read_values(path: Path, axes: Mapping[str, str], measures: Collection[str]) 
     """
     table = read_table(path)
     names = table.schema.names[4 + len(axes) :]
-    lists = [name for name in names if table.schema.field(name).type == TOKENS]
-    fits = table.schema.equals(values_schema(axes, names, lists))
+    head = table.schema.names[: 4 + len(axes)]
+    fits = table.select(head).schema.equals(values_schema(axes, []))
     if not fits or list(dict.fromkeys(map(measure_of, names))) != list(measures):
         raise NnsweepError(f"{path}: its columns are not those asked for. Delete it and run again.")
     return table

@@ -296,6 +296,35 @@ def estimated(axes: Any, *writes: Any, **more: Any) -> Sweep:
     return sweep_of(axes=axes, writes=list(writes), measures=ESTIMATED, **more)
 
 
+def generating(writes_at: Any, axes: Any, *writes: Any, **more: Any) -> Sweep:
+    """Writes under which every prompt is continued by five tokens."""
+    how = {"max_new_tokens": 5, "writes_at": writes_at}
+    return sweep_of(axes=axes, writes=list(writes), measures=FEW, generate=how, **more)
+
+
+STEERED = RESID | {"add": {"vector": {"unit": 3}, "scale": 8.0}}
+
+
+def generation_sweeps() -> dict[str, Sweep]:
+    """Sweeps that generate."""
+    return {
+        "at the prompt": generating("prompt", LAYER, RESID | {"set": "donor"}),
+        "at every step": generating("all", LAYER, STEERED),
+        "at one step": generating([2], LAYER, STEERED),
+        "at the prompt and later": generating(
+            [0, 3], LAYER, STEERED, RESID | {"clamp": {"high": 1.0}}
+        ),
+        "inside a layer": generating(
+            "all",
+            {"layer": [1, 2]},
+            RESID | {"site": "mlp_out", "set": 0.0},
+            RESID | {"site": "z", "head": 1, "set": {"mean": "text"}},
+            RESID | {"mix": {"source": {"mean": "donor"}, "weight": 0.5}},
+        ),
+        "without writes": generating("prompt", {}),
+    }
+
+
 def estimate_sweeps() -> dict[str, Sweep]:
     """Sweeps of attribution patching."""
     noisy = {"prompt": "text", "writes": [CORRUPTED]}

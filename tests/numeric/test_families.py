@@ -20,6 +20,7 @@ from sweeps import (
     attention_sweeps,
     estimate_sweeps,
     exact_sweeps,
+    generation_sweeps,
     layered,
     mean_sweeps,
     place_sweeps,
@@ -253,6 +254,42 @@ def test_kinds_of_positions(prepared, family, name):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_estimates_from_gradients(prepared, family, name):
     near_reference(prepared, estimate_sweeps()[name], family)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("at every step", family) for family in FAMILIES]
+    + [(name, family) for name in generation_sweeps() for family in ("gemma2", "bloom")],
+)
+def test_generation(prepared, family, name):
+    """Against full passes over all tokens at every step, without a cache."""
+    sweep = generation_sweeps()[name]
+    model, local, reference, rows = prepared(family, sweep)
+    expected = run(reference, sweep, model, rows, batch_rows=PAIR)
+    for recompute in ("exact", "fast"):
+        found = run(local, sweep, model, rows, recompute=recompute)
+        assert largest_difference(expected, found) < TOLERANCE
+    ids = {tuple(v[f"generated.{i}"] for i in range(5)) for v in expected.values()}
+    assert len(ids) > 1
+
+
+@pytest.mark.parametrize("kind", ["local", "reference"])
+def test_generation_ends_at_an_end_token(prepared, opened, kind):
+    sweep = generation_sweeps()["without writes"]
+    model, *_, rows = prepared("llama", sweep)
+    whole = run(opened(kind, model), sweep, model, rows)
+    ends = [int(values["generated.2"]) for values in whole.values()]
+    short = model | {"shape": model["shape"] | {"eos": ends}}
+    for key, values in run(opened(kind, model), sweep, short, rows).items():
+        before = whole[key]
+        kept = next(i for i in range(5) if int(before[f"generated.{i}"]) in ends) + 1
+        assert kept <= 3
+        for i in range(5):
+            found = [values[f"generated.{i + j * 5}"] for j in range(3)]
+            if i < kept:
+                assert found == [before[f"generated.{i + j * 5}"] for j in range(3)]
+            else:
+                assert all(math.isnan(number) for number in found)
 
 
 @pytest.mark.parametrize("name", attention_sweeps())

@@ -150,6 +150,7 @@ def model_of(layers: int = 4, heads: int = 4, **changes: Any) -> dict[str, Any]:
         "window": None,
         "joins": True,
         "head": "lm_head",
+        "eos": [0],
         "lens": {"norm": "model.norm", "head": "lm_head", "softcap": None},
         "layer_path": paths["layer"],
         "sites": sites,

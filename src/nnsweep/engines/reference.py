@@ -70,15 +70,19 @@ class ReferenceEngine:
 
     def _point(self, chunk: Plain, block: Plain, edits: list[Plain]) -> Tensor:
         hooks = [self._hook(chunk, block, edit, "base") for edit in edits]
-        changed = self._run(chunk, block, "base", hooks)
+        spec = next((s for s in chunk["measures"] if s["kind"] == "generate"), None)
+        at_prompt = hooks if spec is None or 0 in spec["steps"] else []
+        changed = self._run(chunk, block, "base", at_prompt)
         clean = self._run(chunk, block, "base", [])
         donor = self._run(chunk, block, "donor", []) if block["donor_ids"] else clean
         answers = {k: torch.tensor(v, device=self.device) for k, v in block["answers"].items()}
         columns = [
-            self._estimate(chunk, block, spec, hooks, answers)
-            if spec["kind"] == "attribution"
-            else self._column(chunk, spec, changed, clean, donor, answers)
-            for spec in chunk["measures"]
+            self._estimate(chunk, block, one, hooks, answers)
+            if one["kind"] == "attribution"
+            else self._generated(chunk, block, one, edits)
+            if one["kind"] == "generate"
+            else self._column(chunk, one, changed, clean, donor, answers)
+            for one in chunk["measures"]
         ]
         return torch.cat(columns, 1).float().cpu()
 
@@ -246,6 +250,35 @@ class ReferenceEngine:
         names = spec.get("answers") or [spec[key] for key in ("answer",) if key in spec]
         found = functions()[spec["kind"]](logits, base, [answers[name] for name in names])
         return found[:, None]
+
+    def _generated(self, chunk: Plain, block: Plain, spec: Plain, edits: list[Plain]) -> Tensor:
+        """A greedy continuation: (rows, 3 * tokens); every step is a full pass over all tokens."""
+        ids = [list(row) for row in block["ids"]]
+        ended = [False] * len(ids)
+        found = torch.full((len(ids), 3, spec["k"]), torch.nan)
+        for step in range(spec["k"]):
+            grown = {**block, "ids": ids}
+            longer = [self._grown(grown, edit, spec, step) for edit in edits]
+            hooks = [self._hook(chunk, *pair, "base") for pair in longer]
+            logits = self._forward(ids, hooks)[0][:, -1].float()
+            spread = logits.log_softmax(-1)
+            for row, token in enumerate(logits.argmax(-1).tolist()):
+                if not ended[row]:
+                    entropy = torch.special.entr(spread[row].exp()).sum()
+                    found[row, :, step] = torch.stack(
+                        [torch.tensor(float(token)), spread[row, token].cpu(), entropy.cpu()]
+                    )
+                ended[row] = ended[row] or token in chunk["model"]["shape"]["eos"]
+                ids[row].append(token)
+        return found.flatten(1)
+
+    def _grown(self, block: Plain, edit: Plain, spec: Plain, step: int) -> tuple[Plain, Plain]:
+        """Block and edit with the tokens, of the prompt and of those generated, that it writes."""
+        places, width = block["positions"][edit["position"]], len(block["ids"][0])
+        new = [width - step + s - 1 for s in range(1, step + 1) if s in spec["steps"]]
+        tokens = [[*(old if 0 in spec["steps"] else []), *new] for old in places["base"]]
+        positions = {**block["positions"], "@grown": {**places, "base": tokens}}
+        return {**block, "positions": positions}, {**edit, "position": "@grown"}
 
     def _estimate(
         self, chunk: Plain, block: Plain, spec: Plain, hooks: list[Hook], answers: Any
