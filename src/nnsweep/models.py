@@ -76,7 +76,7 @@ def prepare(spec: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
     """
     if spec["id"] in PACKAGED:
         kind, revision = "packaged", _prepare_packaged(spec["id"])
-    elif Path(spec["id"]).is_dir():
+    elif os.path.isdir(spec["id"]):
         kind, revision = "folder", folder_digest(Path(spec["id"]))
     else:
         kind, revision = "hub", _prepare_hub(spec["id"], spec["revision"], weights)
