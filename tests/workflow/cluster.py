@@ -27,9 +27,10 @@ PROGRAMS = (
     "scancel",
     "scontrol",
 )
-CPUS, MEMORY_MB = 8, 64000
+CPUS, MEMORY_MB, GPUS = 8, 64000, 2
 """What the node pretends to have (no more than that is asked for; nothing is really reserved)."""
 
+COLUMNS = "JobID:20,State:20,Partition:20,MinMemory:20,tres-per-job:20,Comment:200"
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -58,16 +59,21 @@ MpiDefault=none
 ReturnToService=2
 MinJobAge=600
 KillWait=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory={memory} State=UNKNOWN
+GresTypes=gpu
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory={memory} Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=batch Nodes={host} Default=YES MaxTime=INFINITE State=UP
+PartitionName=large Nodes={host} MaxTime=INFINITE State=UP
 """
 
 
 class Job(NamedTuple):
-    """A job as squeue shows it: its id, the memory it asked for (`3000M`), its comment."""
+    """A job as squeue shows it."""
 
     name: str
+    state: str
+    partition: str
     memory: str
+    gpus: str
     comment: str
 
 
@@ -91,10 +97,10 @@ class Cluster:
         )
         return done.stdout if done.returncode == 0 else ""
 
-    def jobs(self, state: str) -> list[Job]:
-        """The jobs in a state (`RUNNING`, `CANCELLED`, `all`), in the order of submission."""
-        lines = self.ask("squeue", "-h", "-S", "i", "-t", state, "-o", "%i %m %k").splitlines()
-        return [Job(*line.split(maxsplit=2)) for line in lines]
+    def jobs(self) -> list[Job]:
+        """Every job there was, in the order of submission."""
+        lines = self.ask("squeue", "-h", "-S", "i", "-t", "all", "-O", COLUMNS).splitlines()
+        return [Job(*line.strip().split(maxsplit=5)) for line in lines]
 
 
 @contextmanager
@@ -126,7 +132,8 @@ def _start(cluster: Cluster) -> None:
     folder.chmod(0o755)
     values = {"host": socket.gethostname().split(".")[0], "user": getpass.getuser()}
     ports = dict(zip(("controller", "node"), _free_ports(2), strict=True))
-    size = {"cpus": CPUS, "memory": MEMORY_MB}
+    size = {"cpus": CPUS, "memory": MEMORY_MB, "gpus": GPUS}
+    (folder / "gres.conf").write_text(f"Name=gpu File=/dev/tty[1-{GPUS}]\n")
     (folder / "slurm.conf").write_text(CONF.format(folder=folder, **values, **ports, **size))
     _wrap_srun(cluster)
     key = folder / "munge.key"
