@@ -100,7 +100,7 @@ def locate(model: Mapping[str, Any]) -> Path:
     if not (folder / "config.json").exists():
         raise UserError(
             f"model {model['id']} is not prepared on this machine. "
-            "Run `snakemake --cores 1 prepare_model` where there is a network."
+            "Run `snakemake --cores 1 results/SWEEP/model.json` where there is a network."
         )
     return folder
 
