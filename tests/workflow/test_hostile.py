@@ -16,7 +16,7 @@ PROMPTS = "config/prompts/; touch escaped #.csv"
 MADE = {"results", "logs", "benchmarks", ".snakemake"}
 PAIRS = [
     f"{key}={text}"
-    for key in ("sweep", "sweeps", "engine")
+    for key in ("sweep", "sweeps")
     for name, text in HOSTILE.items()
     if name != "zero byte"  # no argument of a program can hold one
 ]
