@@ -6,13 +6,15 @@ No torch: the workflow asks while it plans, and a login node has no use for it.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from nnsweep.chunks import forward_passes, naive_passes, pass_runs
+from nnsweep.chunks import backward_runs, forward_passes, naive_passes, pass_runs
 from nnsweep.config import Ndif
 
 Plain = dict[str, Any]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RESIDENT = 8e8
 """Bytes that a chunk job holds besides the model: Python, torch, nnsight and pyarrow (measured)."""
+BACKWARD = 20
+"""Numbers that a layer keeps of a token for a backward pass, in widths of the stream (an estimate)."""
 WAITING_MB, START_MINUTES = 2000, 10
 """What a job that only waits for a server needs, and what any job may need before it computes."""
 LOAD_RATE, READ_RATE, CPU_RATE, CUDA_RATE = 1e8, 5e9, 5e9, 1e12
@@ -30,12 +32,24 @@ def work_of(chunks: Iterable[Plain]) -> int:
             once = block["shared"] + block["donor_shared"]
             total += layers * (rows * (width + donors - once) + once)
             for item in block["passes"]:
-                if not item["inert"]:
-                    anew = sum(layers - resume for resume in item["resumes"])
-                    total += anew * (width - item["start"]) * rows
-                    total += (pass_runs(item) - 1) * layers * (width + donors) * rows
+                total += _pass_work(item, layers, width) * rows
+                total += _chains(item) * layers * (width + donors) * rows
+            # A backward pass takes about twice its forward pass.
+            total += 3 * backward_runs(chunk["measures"]) * layers * rows * width
         total += layers * _reference_tokens(chunk)
     return total
+
+
+def _pass_work(item: Plain, layers: int, width: int) -> int:
+    """Layers times tokens of one prompt row in a pass; none where nothing is run."""
+    if item["inert"] or item["estimated"]:
+        return 0
+    return sum(layers - resume for resume in item["resumes"]) * (width - item["start"])
+
+
+def _chains(item: Plain) -> int:
+    """Model calls of a pass besides its own."""
+    return 0 if item["inert"] else pass_runs(item) - (not item["estimated"])
 
 
 def _reference_tokens(chunk: Plain) -> int:
@@ -88,14 +102,15 @@ def memory_of(model: Plain, chunks: Iterable[Plain]) -> float:
     shape = model["shape"]
     keys = 2 * shape["kv_heads"] * shape["head_dim"]
     most = 0.0
-    for block, item in passes_of(chunks):
-        rows, width, _ = _sizes(block)
-        kept = rows * width * shape["layers"] * (shape["hidden"] + keys)
-        stacked = rows * len(item["points"])
-        live = stacked * ((width - item["start"]) * shape["hidden"] * 8 + shape["vocab"])
-        live += stacked * item["start"] * shape["layers"] * keys + 4 * rows * shape["vocab"]
-        most = max(most, BYTES[model["dtype"]] * (kept + live))
-    return weights_of(model) + most + RESIDENT
+    for chunk in chunks:
+        layer = shape["hidden"] * (1 + BACKWARD * backward_runs(chunk["measures"])) + keys
+        for block, item in passes_of([chunk]):
+            rows, width, _ = _sizes(block)
+            stacked = rows * len(item["points"])
+            live = stacked * ((width - item["start"]) * shape["hidden"] * 8 + shape["vocab"])
+            live += stacked * item["start"] * shape["layers"] * keys + 4 * rows * shape["vocab"]
+            most = max(most, rows * width * shape["layers"] * layer + live)
+    return weights_of(model) + BYTES[model["dtype"]] * most + RESIDENT
 
 
 def chunk_mb(chunk: Plain) -> int:
