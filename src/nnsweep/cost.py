@@ -14,7 +14,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RESIDENT = 8e8
 """Bytes that a chunk job holds besides the model: Python, torch, nnsight and pyarrow (measured)."""
 BACKWARD = 20
-"""Numbers that a layer keeps of a token for a backward pass, in widths of the stream (an estimate)."""
+"""Numbers a layer keeps of a token for a backward pass, in widths of the stream (an estimate)."""
 WAITING_MB, START_MINUTES = 2000, 10
 """What a job that only waits for a server needs, and what any job may need before it computes."""
 LOAD_RATE, READ_RATE, CPU_RATE, CUDA_RATE = 1e8, 5e9, 5e9, 1e12
