@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from timing import THREADS
 
+from nnsweep.cost import full_work, work_of
 from nnsweep.documents import parse, read_yaml
-from nnsweep.explain import full_work, work_of
 from nnsweep.log import quiet_libraries
 from nnsweep.models import load_tokenizer, locate, prepare
 from nnsweep.plan import Settings, make_plan
@@ -143,8 +143,8 @@ def export(spec, scratch):
         "donor": donor.tolist(),
         "answers": [ids.tolist() for ids in answers],
         "points": points_of(sweep, model, rows),
-        "planned": work_of(plan, "fast"),
-        "full": full_work(plan),
+        "planned": work_of(plan.chunks),
+        "full": full_work(plan.chunks),
     }
     path = scratch / "task.json"
     path.write_text(json.dumps(task))

@@ -158,6 +158,29 @@ def show(
     typer.echo(describe(folder))
 
 
+@app.command()
+def status(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="results/SWEEP/ENGINE; without it, the one written to last."),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on until the run is finished.")
+    ] = False,
+    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
+) -> None:
+    """Show how far a run is, while it runs: chunks, rate, time left, bytes, last lines of logs."""
+    from rich.console import Console
+
+    from nnsweep.status import newest, read_status, show_status, watch_status
+
+    place = folder or newest(Path())
+    if watch:
+        watch_status(place, Console(), every)
+    else:
+        show_status(read_status(place), Console())
+
+
 @app.command(hidden=True)
 def schemas(
     root: Annotated[Path, typer.Argument(help="The project's root.")],

@@ -24,6 +24,8 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{path}: not UTF-8 text. Save it as UTF-8.") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}. Give the path of an existing YAML file.")
+    except ValueError as error:
+        raise UserError(f"{path}: {error}. Give the path of an existing YAML file.")
     try:
         return yaml.load(text, Loader=_UniqueKeys)
     except yaml.YAMLError as error:

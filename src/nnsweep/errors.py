@@ -1,12 +1,17 @@
 """The exception classes of nnsweep."""
 
+import re
+
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
 
 class NnsweepError(Exception):
     """Something nnsweep refuses to go on with; the message is one line for a person."""
 
     def __init__(self, message: str) -> None:
-        """Keep the message on one line, whatever a prompt or a key brought into it."""
-        super().__init__("\\n".join(message.splitlines()))
+        """Keep the message on one line that no terminal obeys, whatever a prompt or a key holds."""
+        line = "\\n".join(message.splitlines())
+        super().__init__(CONTROL.sub(lambda found: repr(found[0])[1:-1], line))
 
 
 class UserError(NnsweepError):

@@ -7,14 +7,12 @@ from typing import Any
 
 from nnsweep import jobs
 from nnsweep.chunks import columns, forward_passes, inert_rows, keys_of, naive_passes
+from nnsweep.cost import full_work, memory_of, operations, passes_of, work_of
 from nnsweep.plan import Plan, Settings, make_plan
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sites import ORDER, limits_of
 from nnsweep.sweep import HEADED, LAYERLESS, Sweep
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-RESIDENT = 8e8
-"""Bytes that a chunk job holds besides the model: Python, torch, nnsight and pyarrow (measured)."""
 Plain = dict[str, Any]
 
 
@@ -78,7 +76,7 @@ def _size(
     shape = model["shape"]
     usable = sum(row.reason is None for row in rows)
     passes, naive = forward_passes(plan.chunks), naive_passes(plan.chunks)
-    work, full = work_of(plan, settings.recompute), full_work(plan)
+    work, full = work_of(plan.chunks), full_work(plan.chunks)
     yield (
         f"{sweep.name} on {model['id']} ({shape['family']}, {shape['layers']} layers, "
         f"{shape['heads']} heads, {shape['parameters'] / 1e6:.0f}M parameters, {model['dtype']})"
@@ -89,7 +87,7 @@ def _size(
     yield f"  forward passes  {passes} in {len(plan.chunks)} chunks (a loop without reuse: {naive})"
     yield f"  layer x token   {work:,} computed, {full:,} in full passes ({work / full:.0%})"
     yield from _reuse(model, plan, settings)
-    yield f"  memory          about {_memory(model, plan) / 1e9:.1f} GB"
+    yield f"  memory          about {memory_of(model, plan.chunks) / 1e9:.1f} GB"
     yield f"  time            about {_seconds(model, work):.0f} s of passes on this CPU"
     yield f"  planned in      {planned:.1f} s"
 
@@ -108,36 +106,6 @@ def _remote(model: Plain, plan: Plan) -> Iterator[str]:
     yield f"  bytes           {sent:,} sent, about {4 * values + 2000 * len(chunks):,} home"
 
 
-def work_of(plan: Plan, recompute: str) -> int:
-    """Layers times tokens that the passes compute, clean runs included."""
-    total = 0
-    for chunk in plan.chunks:
-        layers = chunk["model"]["shape"]["layers"]
-        for block in chunk["blocks"]:
-            rows, width = len(block["ids"]), len(block["ids"][0])
-            donors = len(block["donor_ids"][0]) if block["donor_ids"] else 0
-            once = block["shared"] + block["donor_shared"]
-            total += layers * (rows * (width + donors - once) + once)
-            for item in block["passes"]:
-                if not item["inert"]:
-                    anew = sum(layers - resume for resume in item["resumes"])
-                    total += anew * (width - item["start"]) * rows
-    return total
-
-
-def full_work(plan: Plan) -> int:
-    """Layers times tokens of one full pass a point, donors run once."""
-    total = 0
-    for chunk in plan.chunks:
-        layers = chunk["model"]["shape"]["layers"]
-        for block in chunk["blocks"]:
-            rows, width = len(block["ids"]), len(block["ids"][0])
-            donors = len(block["donor_ids"][0]) if block["donor_ids"] else 0
-            points = sum(len(item["points"]) for item in block["passes"])
-            total += layers * rows * (width * points + donors)
-    return total
-
-
 def _reuse(model: Plain, plan: Plan, settings: Settings) -> Iterator[str]:
     """What is taken from the clean run, and what is not and why."""
     idle = sum(inert_rows(plan.chunks).values())
@@ -146,7 +114,7 @@ def _reuse(model: Plain, plan: Plan, settings: Settings) -> Iterator[str]:
     if settings.recompute == "exact":
         yield "  not reused      tokens before a write (recompute: exact)"
         return
-    shape, items = model["shape"], list(_passes(plan))
+    shape, items = model["shape"], list(passes_of(plan.chunks))
     late = [item for _, item in items if any(item["resumes"])]
     if late and not shape["joins"]:
         yield f"  not shared      passes between first layers ({shape['family']})"
@@ -158,38 +126,14 @@ def _reuse(model: Plain, plan: Plan, settings: Settings) -> Iterator[str]:
         )
 
 
-def _passes(plan: Plan) -> Iterator[tuple[Plain, Plain]]:
-    for chunk in plan.chunks:
-        for block in chunk["blocks"]:
-            for item in block["passes"]:
-                yield block, item
-
-
 def _is_long(shape: Plain, block: Plain) -> bool:
     return shape["window"] is not None and len(block["ids"][0]) >= shape["window"]
-
-
-def _memory(model: Plain, plan: Plan) -> float:
-    """Weights, what a block keeps of its clean runs, one pass's activations, keys and logits."""
-    shape, size = model["shape"], BYTES[model["dtype"]]
-    keys = 2 * shape["kv_heads"] * shape["head_dim"]
-    most = 0.0
-    for block, item in _passes(plan):
-        rows, width = len(block["ids"]), len(block["ids"][0])
-        kept = rows * width * shape["layers"] * (shape["hidden"] + keys)
-        stacked = rows * len(item["points"])
-        live = stacked * ((width - item["start"]) * shape["hidden"] * 8 + shape["vocab"])
-        live += stacked * item["start"] * shape["layers"] * keys + 4 * rows * shape["vocab"]
-        most = max(most, size * (kept + live))
-    return shape["parameters"] * size + most + RESIDENT
 
 
 def _seconds(model: Plain, work: int) -> float:
     """Two operations a weight and token, at the speed of a matrix product measured now."""
     import torch
 
-    shape = model["shape"]
-    per_layer = 2 * shape["parameters"] / max(1, shape["layers"])
     a, b = torch.rand(256, 1024), torch.rand(1024, 1024)
     a @ b
     began = time.perf_counter()
@@ -197,7 +141,7 @@ def _seconds(model: Plain, work: int) -> float:
         a @ b
     rate = 5 * 2 * 256 * 1024 * 1024 / (time.perf_counter() - began)
     # A real pass reaches about half of what one large product does.
-    return work * per_layer / (rate / 2)
+    return operations(model, work) / (rate / 2)
 
 
 def _row(row: PromptRow, measure_at: str, tokenizer: Any) -> Iterator[str]:

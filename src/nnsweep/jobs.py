@@ -29,7 +29,7 @@ from nnsweep.errors import NnsweepError, UserError
 from nnsweep.grid import expand
 from nnsweep.plan import Plan, Settings, identity, make_plan
 from nnsweep.sites import limits_of
-from nnsweep.sweep import GUARDED, Sweep, axis_kinds
+from nnsweep.sweep import GUARDED, Sweep, axis_kinds, vector_files
 from nnsweep.tables import (
     digest,
     part_schema,
@@ -53,6 +53,12 @@ def read_sweep(path: Path) -> Sweep:
     sweep = parse(Sweep, read_yaml(path), str(path))
     if sweep.name != path.stem:
         raise UserError(f"{path}: name is '{sweep.name}'. Name the sweep as its file: {path.stem}.")
+    for file in (sweep.prompts.file, *vector_files(sweep)):
+        if "{" in file or "}" in file:
+            raise UserError(
+                f"{path}: file '{file}' has braces in its name, which Snakemake reads as a "
+                "wildcard. Rename the file."
+            )
     return sweep
 
 

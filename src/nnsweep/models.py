@@ -76,7 +76,7 @@ def prepare(spec: Mapping[str, Any], weights: bool = True) -> dict[str, Any]:
     """
     if spec["id"] in PACKAGED:
         kind, revision = "packaged", _prepare_packaged(spec["id"])
-    elif Path(spec["id"]).is_dir():
+    elif os.path.isdir(spec["id"]):
         kind, revision = "folder", folder_digest(Path(spec["id"]))
     else:
         kind, revision = "hub", _prepare_hub(spec["id"], spec["revision"], weights)
@@ -100,7 +100,7 @@ def locate(model: Mapping[str, Any]) -> Path:
     if not (folder / "config.json").exists():
         raise UserError(
             f"model {model['id']} is not prepared on this machine. "
-            "Run `snakemake --cores 1 prepare_model` where there is a network."
+            "Run `snakemake --cores 1 results/SWEEP/model.json` where there is a network."
         )
     return folder
 

@@ -74,7 +74,9 @@ def edits_of(plan):
 # --- no torch ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [f"nnsweep.{n}" for n in ("plan", "chunks", "grid", "config")])
+@pytest.mark.parametrize(
+    "module", [f"nnsweep.{n}" for n in ("plan", "chunks", "cost", "grid", "config")]
+)
 def test_planning_imports_no_torch(module, repository):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'nnsight' in sys.modules)"
     path = str(repository / "src")

@@ -160,8 +160,8 @@ def finish(process: subprocess.Popen[str], seconds: float = 300) -> Done:
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a job: this interpreter first, idle threads asleep."""
-    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    return os.environ | {"PATH": path, "OMP_WAIT_POLICY": "PASSIVE"} | dict(changes or {})
+    given = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | dict(changes or {})
+    return given | {"PATH": f"{BIN}{os.pathsep}{given['PATH']}"}
 
 
 def command(*arguments: str, cwd: Path, env: Mapping[str, str] | None = None) -> Done:

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from nnsweep.generated import generated
 from workflow.project import ROOT
 
 RULE = re.compile(r"^(?:rule|checkpoint) (\w+):\n((?:\n|    .*\n)+)", re.MULTILINE)
+LOCAL = ROOT / "envs" / "local.yaml"
+ENVIRONMENTS = sorted((ROOT / "envs").glob("*.yaml"))
 LOCKS = sorted([*ROOT.glob("requirements*.lock"), *ROOT.glob("envs/*.lock")])
 
 
@@ -70,20 +73,36 @@ def test_locks_are_exact_and_name_no_place(path):
         assert " @ " not in line, line
 
 
-def test_the_environment_of_rules_has_the_locked_versions():
-    environment = yaml.safe_load((ROOT / "envs" / "local.yaml").read_text())
-    (listed,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
-    wanted = [Requirement(line) for line in listed if line != ".."]
+def listed(path: Path) -> tuple[list[str], list[Requirement]]:
+    """What an environment file takes from conda, and what it takes from pip (`..` left out)."""
+    entries = yaml.safe_load(path.read_text())["dependencies"]
+    (pip,) = [entry["pip"] for entry in entries if isinstance(entry, dict)]
+    plain = [entry for entry in entries if isinstance(entry, str)]
+    return plain, [Requirement(line) for line in pip if line != ".."]
+
+
+@pytest.mark.parametrize("path", ENVIRONMENTS, ids=lambda path: path.name)
+def test_environments_have_exactly_the_locked_versions(path):
+    plain, pip = listed(path)
     locked = pins(ROOT / "requirements.lock")
-    for requirement in wanted:
+    for requirement in pip:
         assert str(requirement.specifier) == f"=={locked[canonicalize_name(requirement.name)]}"
+        assert not requirement.url
+    versions = dict(entry.split(" =") for entry in plain)
+    assert set(versions) == {"python", "pip"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert SpecifierSet(project["requires-python"]).contains(f"{versions['python']}.0")
+
+
+@pytest.mark.parametrize("name", rules())
+def test_every_rule_has_an_environment_that_is_there(name):
+    (path,) = re.findall(r'conda:\n\s+"../../(envs/[^"]+)"', rules()[name])
+    assert ROOT / path in ENVIRONMENTS
 
 
 def test_the_environment_of_rules_has_every_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    environment = yaml.safe_load((ROOT / "envs" / "local.yaml").read_text())
-    (listed,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
-    names = {canonicalize_name(Requirement(line).name) for line in listed if line != ".."}
+    names = {canonicalize_name(requirement.name) for requirement in listed(LOCAL)[1]}
     assert {canonicalize_name(Requirement(d).name) for d in project["dependencies"]} == names
 
 

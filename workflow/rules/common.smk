@@ -10,6 +10,7 @@ from snakemake.utils import validate
 
 from nnsweep import SEMANTICS
 from nnsweep.config import read_config
+from nnsweep.cost import WAITING_MB, chunk_mb, chunk_minutes, waiting_minutes
 from nnsweep.errors import UserError
 from nnsweep.jobs import read_sweep, settings_of, size_line
 from nnsweep.sites import SHAPE_VERSION
@@ -51,6 +52,9 @@ PARITY_FILES = (
     if ENGINE == "ndif" and CONFIG.parity.points != 0
     else []
 )
+
+# A request to NDIF has tries of its own; other chunks follow `snakemake --retries`.
+CHUNK_RETRIES = 0 if ENGINE == "ndif" else None
 
 
 wildcard_constraints:
@@ -126,3 +130,25 @@ def chunk_threads(wildcards):
 def ndif_sessions(wildcards):
     """Sessions in flight on NDIF, bounded by `--resources ndif_sessions=N`."""
     return 1 if wildcards.engine == "ndif" else 0
+
+
+def chunk_memory(wildcards, input, attempt):
+    """Megabytes of the job: the plan's estimate with a margin, as much again with every attempt."""
+    if wildcards.engine == "ndif":
+        return WAITING_MB
+    return attempt * chunk_mb(json.loads(Path(input.chunk).read_text()))
+
+
+def chunk_runtime(wildcards, input, attempt):
+    """Minutes of the job: the plan's estimate on a slow machine, or a request's own deadlines."""
+    if wildcards.engine == "ndif":
+        return waiting_minutes(CONFIG.ndif)
+    plan = json.loads(Path(input.chunk).read_text())
+    return attempt * chunk_minutes(
+        plan, wildcards.engine, CONFIG.device, CONFIG.threads
+    )
+
+
+def chunk_gpus(wildcards):
+    """One GPU where `device: cuda` asks for it (a login node cannot tell what `auto` will find)."""
+    return int(wildcards.engine != "ndif" and CONFIG.device == "cuda")

@@ -15,6 +15,8 @@ rule plot_measures:
         ),
     log:
         "logs/{sweep}/plot_measures/{engine}/{measure}.log",
+    retries: 0
+    localrule: True
     conda:
         "../../envs/local.yaml"
     params:
@@ -39,6 +41,8 @@ rule write_overview:
         ),
     log:
         "logs/{sweep}/write_overview/{engine}.log",
+    retries: 0
+    localrule: True
     conda:
         "../../envs/local.yaml"
     params:

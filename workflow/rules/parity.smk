@@ -16,6 +16,8 @@ rule check_parity:
         ),
     log:
         "logs/{sweep}/check_parity/{a}-vs-{b}.log",
+    retries: 0
+    localrule: True
     conda:
         "../../envs/local.yaml"
     params:

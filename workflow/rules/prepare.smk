@@ -6,6 +6,8 @@ rule prepare_model:
         "results/{sweep}/model.json",
     log:
         "logs/{sweep}/prepare_model.log",
+    retries: 0
+    localrule: True
     conda:
         "../../envs/local.yaml"
     params:
@@ -25,6 +27,8 @@ rule prepare_prompts:
         "results/{sweep}/prompts.parquet",
     log:
         "logs/{sweep}/prepare_prompts.log",
+    retries: 0
+    localrule: True
     conda:
         "../../envs/local.yaml"
     params:
@@ -48,6 +52,8 @@ checkpoint expand_sweep:
         chunks=directory("results/{sweep}/chunks"),
     log:
         "logs/{sweep}/expand_sweep.log",
+    retries: 0
+    localrule: True
     conda:
         "../../envs/local.yaml"
     params:

@@ -8,6 +8,8 @@ rule check_ndif:
         temp("results/{sweep}/ndif/preflight.json"),
     log:
         "logs/{sweep}/check_ndif.log",
+    retries: 0
+    localrule: True
     conda:
         "../../envs/local.yaml"
     params:
@@ -30,11 +32,14 @@ rule run_chunk:
         "logs/{sweep}/run_chunk/{engine}/{chunk}.log",
     benchmark:
         "benchmarks/{sweep}/run_chunk/{engine}/{chunk}.tsv"
+    retries: CHUNK_RETRIES
     conda:
         "../../envs/local.yaml"
     threads: chunk_threads
     resources:
-        mem_mb=4000,
+        mem_mb=chunk_memory,
+        runtime=chunk_runtime,
+        gpu=chunk_gpus,
         ndif_sessions=ndif_sessions,
     params:
         # What can move a local value. Deadlines can not, and must never run a paid chunk again.

@@ -13,6 +13,8 @@ rule merge_chunks:
         run="results/{sweep}/{engine}/run.json",
     log:
         "logs/{sweep}/merge_chunks/{engine}.log",
+    retries: 0
+    localrule: True
     conda:
         "../../envs/local.yaml"
     params:
@@ -30,6 +32,8 @@ rule summarize:
         "results/{sweep}/{engine}/summary.parquet",
     log:
         "logs/{sweep}/summarize/{engine}.log",
+    retries: 0
+    localrule: True
     conda:
         "../../envs/local.yaml"
     params:

@@ -1,0 +1,141 @@
+"""What chunks need, from their plan alone: layers times tokens, bytes, operations, minutes.
+
+No torch: the workflow asks while it plans, and a login node has no use for it.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from nnsweep.chunks import backward_runs, forward_passes, naive_passes, pass_runs
+from nnsweep.config import Ndif
+
+Plain = dict[str, Any]
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+RESIDENT = 8e8
+"""Bytes that a chunk job holds besides the model: Python, torch, nnsight and pyarrow (measured)."""
+BACKWARD = 20
+"""Numbers a layer keeps of a token for a backward pass, in widths of the stream (an estimate)."""
+WAITING_MB, START_MINUTES = 2000, 10
+"""What a job that only waits for a server needs, and what any job may need before it computes."""
+LOAD_RATE, READ_RATE, CPU_RATE, CUDA_RATE = 1e8, 5e9, 5e9, 1e12
+"""Slow machines: bytes/s from a shared disk, bytes/s of memory, operations/s of a CPU thread (a
+tenth of what was measured) and of a GPU."""
+
+
+def work_of(chunks: Iterable[Plain]) -> int:
+    """Layers times tokens that passes, clean runs and references compute (chains: at most)."""
+    total = 0
+    for chunk in chunks:
+        layers = chunk["model"]["shape"]["layers"]
+        for block in chunk["blocks"]:
+            rows, width, donors = _sizes(block)
+            once = block["shared"] + block["donor_shared"]
+            total += layers * (rows * (width + donors - once) + once)
+            for item in block["passes"]:
+                total += _pass_work(item, layers, width) * rows
+                total += _chains(item) * layers * (width + donors) * rows
+            # A backward pass takes about twice its forward pass.
+            total += 3 * backward_runs(chunk["measures"]) * layers * rows * width
+        total += layers * _reference_tokens(chunk)
+    return total
+
+
+def _pass_work(item: Plain, layers: int, width: int) -> int:
+    """Layers times tokens of one prompt row in a pass; none where nothing is run."""
+    if item["inert"] or item["estimated"]:
+        return 0
+    return sum(layers - resume for resume in item["resumes"]) * (width - item["start"])
+
+
+def _chains(item: Plain) -> int:
+    """Model calls of a pass besides its own."""
+    return 0 if item["inert"] else pass_runs(item) - (not item["estimated"])
+
+
+def _reference_tokens(chunk: Plain) -> int:
+    """Tokens of the prompts that means and the like are taken over."""
+    wanted = chunk["references"].values()
+    return sum(
+        len(batch["ids"]) * len(batch["ids"][0]) for each in wanted for batch in each["batches"]
+    )
+
+
+def full_work(chunks: Iterable[Plain]) -> int:
+    """Layers times tokens of one full pass a point, donors and references run once."""
+    total = 0
+    for chunk in chunks:
+        layers = chunk["model"]["shape"]["layers"]
+        for block in chunk["blocks"]:
+            rows, width, donors = _sizes(block)
+            points = sum(len(item["points"]) for item in block["passes"])
+            total += layers * rows * (width * points + donors)
+        total += layers * _reference_tokens(chunk)
+    return total
+
+
+def _sizes(block: Plain) -> tuple[int, int, int]:
+    """Rows, tokens of a prompt, tokens of a donor (0 without donors)."""
+    donors = len(block["donor_ids"][0]) if block["donor_ids"] else 0
+    return len(block["ids"]), len(block["ids"][0]), donors
+
+
+def operations(model: Plain, work: int) -> float:
+    """Two operations a weight and token."""
+    return work * 2 * model["shape"]["parameters"] / max(1, model["shape"]["layers"])
+
+
+def weights_of(model: Plain) -> float:
+    """Bytes of a model's weights."""
+    return model["shape"]["parameters"] * BYTES[model["dtype"]]
+
+
+def passes_of(chunks: Iterable[Plain]) -> Iterator[tuple[Plain, Plain]]:
+    """Every pass with its block."""
+    for chunk in chunks:
+        for block in chunk["blocks"]:
+            for item in block["passes"]:
+                yield block, item
+
+
+def memory_of(model: Plain, chunks: Iterable[Plain]) -> float:
+    """Bytes: weights, a block's clean runs, one pass's activations, keys and logits, the rest."""
+    shape = model["shape"]
+    keys = 2 * shape["kv_heads"] * shape["head_dim"]
+    most = 0.0
+    for chunk in chunks:
+        layer = shape["hidden"] * (1 + BACKWARD * backward_runs(chunk["measures"])) + keys
+        for block, item in passes_of([chunk]):
+            rows, width, _ = _sizes(block)
+            stacked = rows * len(item["points"])
+            live = stacked * ((width - item["start"]) * shape["hidden"] * 8 + shape["vocab"])
+            live += stacked * item["start"] * shape["layers"] * keys + 4 * rows * shape["vocab"]
+            most = max(most, rows * width * shape["layers"] * layer + live)
+    return weights_of(model) + BYTES[model["dtype"]] * most + RESIDENT
+
+
+def chunk_mb(chunk: Plain) -> int:
+    """Megabytes to ask a cluster for: half as much again as the estimate, and 2 GB."""
+    return round((memory_of(chunk["model"], [chunk]) * 1.5 + 2e9) / 1e6)
+
+
+def chunk_minutes(chunk: Plain, engine: str, device: str, threads: int) -> int:
+    """Minutes to ask a cluster for: opening, reading the weights once a pass, and the operations.
+
+    Args:
+        chunk: The chunk's plan.
+        engine: `reference` computes full passes, `local` only what a write can change.
+        device: `cuda` where a GPU was asked for; anything else counts as a CPU.
+        threads: CPU threads of the job.
+    """
+    full = engine == "reference"
+    model, rate = chunk["model"], CUDA_RATE if device == "cuda" else CPU_RATE * threads
+    passes = naive_passes([chunk]) if full else forward_passes([chunk])
+    work = full_work([chunk]) if full else work_of([chunk])
+    seconds = weights_of(model) * (1 / LOAD_RATE + passes / READ_RATE)
+    return START_MINUTES + round((seconds + operations(model, work) / rate) / 60)
+
+
+def waiting_minutes(deadlines: Ndif) -> int:
+    """Minutes until a request's own deadlines have passed, one after the other."""
+    phases = ("connect_s", "queue_s", "run_s", "download_s")
+    return START_MINUTES + round(sum(getattr(deadlines, phase) for phase in phases) / 60)
