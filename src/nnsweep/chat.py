@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from nnsweep.errors import UserError
-from nnsweep.sweep import GENERATION
+from nnsweep.sweep_positions import GENERATION
 
 ASSISTANT = "assistant"
 KEYS = ("role", "content")

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nnsweep.sweep import TEXTS
+from nnsweep.sweep_measures import TEXTS
 from nnsweep.tables import digest
 
 Plain = dict[str, Any]

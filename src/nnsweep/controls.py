@@ -5,7 +5,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from nnsweep.sweep import AGAINST_CLEAN, TEXTS
+from nnsweep.sweep_measures import AGAINST_CLEAN, TEXTS
 
 AGAINST = (*AGAINST_CLEAN, "lens")
 """Kinds that differ from the donor's even where the run ends as the donor's does."""

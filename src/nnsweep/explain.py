@@ -11,7 +11,8 @@ from nnsweep.cost import full_work, memory_of, operations, passes_of, work_of
 from nnsweep.plan import Plan, Settings, make_plan
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sites import ORDER, limits_of
-from nnsweep.sweep import HEADED, LAYERLESS, Sweep
+from nnsweep.sweep import Sweep
+from nnsweep.sweep_words import HEADED, LAYERLESS
 
 Plain = dict[str, Any]
 

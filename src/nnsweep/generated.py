@@ -10,7 +10,8 @@ from nnsweep.config import Config
 from nnsweep.documents import schema_of
 from nnsweep.measures import REGISTRY
 from nnsweep.sites import DEFINITIONS
-from nnsweep.sweep import MEASURES, Sweep
+from nnsweep.sweep import Sweep
+from nnsweep.sweep_measures import MEASURES
 
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
 

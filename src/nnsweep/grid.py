@@ -5,16 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnsweep.errors import UserError
-from nnsweep.sweep import (
-    HEADED,
-    LAYERLESS,
-    Range,
-    Sweep,
-    Write,
-    axis_kinds,
-    position_spec,
-    references,
-)
+from nnsweep.sweep import Range, Sweep, axis_kinds, position_spec, references
+from nnsweep.sweep_words import HEADED, LAYERLESS
+from nnsweep.sweep_writes import Write
 from nnsweep.tables import digest
 
 

@@ -29,7 +29,8 @@ from nnsweep.errors import NnsweepError, UserError
 from nnsweep.grid import expand
 from nnsweep.plan import Plan, Settings, identity, make_plan
 from nnsweep.sites import limits_of
-from nnsweep.sweep import GUARDED, Sweep, axis_kinds, vector_files
+from nnsweep.sweep import Sweep, axis_kinds, vector_files
+from nnsweep.sweep_measures import GUARDED
 from nnsweep.tables import (
     digest,
     part_schema,

@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from nnsweep.errors import CheckFailed, UserError
 from nnsweep.measures import REGISTRY
-from nnsweep.sweep import GUARDED, Sweep
+from nnsweep.sweep import Sweep
+from nnsweep.sweep_measures import GUARDED
 from nnsweep.tables import read_json, read_table, write_json, write_table
 
 CLASSES = ("identical", "within", "different", "missing", "extra", "nonfinite")

@@ -18,15 +18,9 @@ from nnsweep.errors import UserError
 from nnsweep.grid import expand, position_names
 from nnsweep.prompts import PromptRow
 from nnsweep.sites import EDGES, ORDER, limits_of, resumes_at, tap
-from nnsweep.sweep import (
-    GENERATED,
-    HEADED,
-    Measure,
-    Sweep,
-    position_spec,
-    uses_donor,
-    watched_positions,
-)
+from nnsweep.sweep import GENERATED, Sweep, position_spec, uses_donor, watched_positions
+from nnsweep.sweep_measures import Measure
+from nnsweep.sweep_words import HEADED
 from nnsweep.tables import digest
 
 Plain = dict[str, Any]

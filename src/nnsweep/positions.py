@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nnsweep.chat import Chat, nth, span_of
-from nnsweep.sweep import Position, Sweep, Tokens, align_of, members_of
+from nnsweep.sweep import Sweep, align_of, members_of
+from nnsweep.sweep_positions import Position, Tokens
 
 
 @dataclass

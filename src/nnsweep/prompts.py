@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 from nnsweep.chat import Template, answer_join, chat_of, template_of
 from nnsweep.errors import UserError
 from nnsweep.positions import Encoded, Place, Sides, place_of
-from nnsweep.sweep import Sweep, Tokens, named_positions, uses_donor
+from nnsweep.sweep import Sweep, named_positions, uses_donor
+from nnsweep.sweep_positions import Tokens
 from nnsweep.tables import digest
 
 

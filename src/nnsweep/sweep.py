@@ -14,77 +14,19 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     Field,
     StrictBool,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
     field_validator,
     model_validator,
 )
 
 from nnsweep.documents import Strict
 from nnsweep.errors import UserError
-
-NAME = r"^[a-z0-9][a-z0-9_]{0,63}$"
-SITES = (
-    *("embed", "resid_pre", "ln1", "q", "k", "v", "attn_scores", "pattern", "z", "attn_out"),
-    *("resid_mid", "ln2", "mlp_pre", "mlp_post", "mlp_out", "resid_post", "ln_final", "logits"),
-)
-HEADED = {
-    **{"q": "head", "k": "kv_head", "v": "kv_head", "z": "head"},
-    **{"attn_scores": "head", "pattern": "head"},
-}
-"""Sites with heads, and whose: under grouped-query attention keys and values have fewer."""
-UNITED = ("mlp_pre", "mlp_post")
-"""Sites whose components are neurons, of which a write may choose some."""
-EDGES = ("attn_scores", "pattern")
-"""Sites with one number for each query and key token."""
-LAYERLESS = ("embed", "ln_final", "logits")
-MEASURES: dict[str, tuple[str, ...]] = {
-    "match": ("answer",),
-    "logit": ("answer",),
-    "log_prob": ("answer", "answers"),
-    "cross_entropy": ("answer",),
-    "prob": ("answer", "answers"),
-    "rank": ("answer",),
-    "logit_diff": ("answers",),
-    "entropy": (),
-    "kl": (),
-    "js": (),
-    "top_k": ("k",),
-    "cosine": ("read",),
-    "contains": ("answer",),
-    "recovery": ("of",),
-    "attribution": ("of",),
-}
-"""The field each kind of measure asks for, or one of several (definitions: `nnsweep.measures`)."""
-
-AGAINST_CLEAN = ("kl", "js", "cosine", "recovery", "attribution")
-"""Kinds that compare with the clean run of the same prompt."""
-
-GUARDED = ("recovery", "cosine")
-"""Kinds that are no number where they would divide by nothing; such a value is null, no error."""
-
-TEXTS = ("contains",)
-"""Kinds that read the generated text."""
+from nnsweep.sweep_measures import TEXTS, Measure, recoverable, smooth
+from nnsweep.sweep_positions import BUILT_IN_POSITIONS, FORMS, Position, Tokens
+from nnsweep.sweep_words import NAME, PROMPTS, Name, Scalar
+from nnsweep.sweep_writes import Run, VectorFile, Write, leaves, repeatable, roles
 
 GENERATED = ("generated", "text")
 """Columns of values.parquet that hold what was generated: tokens, and their text."""
-
-NO_LENS = ("cosine", "contains", "recovery", "attribution")
-"""Kinds that read no logits of their own."""
-
-PROMPTS = {"text", "donor"}
-"""The runs without writes that a write may patch from."""
-
-BUILT_IN_POSITIONS: dict[str, int | Literal["all"]] = {"last": -1, "all": "all"}
-FORMS: dict[str, tuple[str, ...]] = {
-    "last": (),
-    "span": (),
-    "text": ("donor_text", "occurrence", "token"),
-    "segment": ("occurrence", "token"),
-    "union": (),
-}
-"""The forms of a position that is written with keys, and which keys go with each (and `align`)."""
 
 NO_VARIABLES = {
     *("conversation", "messages", "tokenize", "chat_template", "strftime_now"),
@@ -93,15 +35,6 @@ NO_VARIABLES = {
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
 """Names that mean something else to transformers than a variable of a chat template."""
-
-GENERATION = "generation"
-"""The segment of a chat prompt that the template appends for the model to go on from."""
-
-Ref = Annotated[str, Field(pattern=r"^\$[a-z][a-z0-9_]*$")]
-Name = Annotated[str, Field(pattern=NAME)]
-Scalar = StrictInt | StrictFloat | StrictStr
-Index = Annotated[int, Field(strict=True, ge=0)] | Ref
-Number = StrictFloat | StrictInt | Ref
 
 
 class ModelSpec(Strict):
@@ -150,78 +83,6 @@ class Prompts(Strict):
         return value
 
 
-Whole = Annotated[int, Field(strict=True)]
-Members = Annotated[list[Whole | Name], Field(min_length=1)]
-
-
-class Tokens(Strict):
-    """Tokens of each prompt. Exactly one of `last`, `span`, `text`, `segment`, `union`."""
-
-    last: Annotated[int, Field(strict=True, ge=1)] | None = Field(
-        None, description="how many tokens from the end"
-    )
-    span: list[Whole | None] | None = Field(
-        None, description="[a, b]: tokens a up to, not including, b; b null is the end"
-    )
-    text: str | None = Field(None, description="column holding the text to find in the prompt")
-    donor_text: str | None = Field(None, description="column for the donor; null is `text`")
-    segment: str | None = Field(
-        None, description="role of a chat message, or `generation`, the generation prompt"
-    )
-    union: Members | None = Field(None, description="indices and names of positions, with `align`")
-    occurrence: Whole | None = Field(
-        None, description="1 is the first, -1 the last; null refuses what is found twice"
-    )
-    token: Literal["all", "first", "last"] = Field(
-        "all", description="which tokens of what is found"
-    )
-    align: Literal["first", "last", "mean"] | None = Field(
-        None,
-        description="how tokens meet the donor's where these are more or fewer; null refuses them",
-    )
-
-    @field_validator("occurrence")
-    @classmethod
-    def _not_zero(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("occurrences count from 1 (first) or -1 (last)")
-        return value
-
-    @field_validator("span")
-    @classmethod
-    def _bounds(cls, value: list[int | None] | None) -> list[int | None] | None:
-        if value is None:
-            return None
-        low, high = value if len(value) == 2 else (None, None)
-        if low is None:
-            raise ValueError(f"got {value}, expected [a, b], where b may be null (to the end)")
-        if high is not None and (low < 0) == (high < 0) and low >= high:
-            raise ValueError(f"{value} holds no token; b is not included")
-        return value
-
-    @model_validator(mode="after")
-    def _one_form(self) -> "Tokens":
-        given = [name for name in FORMS if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of {', '.join(FORMS)} (given: {given or 'none'})")
-        for name, default in (("donor_text", None), ("occurrence", None), ("token", "all")):
-            if getattr(self, name) != default and name not in FORMS[self.form]:
-                raise ValueError(f"{self.form} takes no '{name}'")
-        if self.segment == GENERATION and self.occurrence is not None:
-            raise ValueError("segment generation takes no 'occurrence'")
-        if self.union and self.align is None:
-            raise ValueError(f"without align, write the list alone: {self.union}")
-        return self
-
-    @property
-    def form(self) -> str:
-        """Which of the forms is given."""
-        return next(name for name in FORMS if getattr(self, name) is not None)
-
-
-Position = Whole | Literal["all"] | Members | Tokens
-
-
 class Range(Strict):
     """Numbers from a up to, not including, b."""
 
@@ -241,272 +102,6 @@ class Range(Strict):
 
 
 Axis = list[Scalar] | Range | Literal["all"]
-
-
-Selection = Literal["all"] | list[Annotated[int, Field(strict=True, ge=0)]]
-"""Several layers or heads."""
-
-Site = Literal[
-    "embed",
-    "resid_pre",
-    "ln1",
-    "q",
-    "k",
-    "v",
-    "attn_scores",
-    "pattern",
-    "z",
-    "attn_out",
-    "resid_mid",
-    "ln2",
-    "mlp_pre",
-    "mlp_post",
-    "mlp_out",
-    "resid_post",
-    "ln_final",
-    "logits",
-]
-
-
-class Mean(Strict):
-    """The mean activation over all usable rows, at the same site, layer and position."""
-
-    mean: Literal["text", "donor"] = Field(description="over which prompts")
-    per_token: bool = Field(
-        False, description="one mean for each token of the position, instead of one for all"
-    )
-
-
-class Resample(Strict):
-    """The activation of another row, drawn at random for each row, at the same place."""
-
-    resample: Literal["text", "donor"] = Field(description="from which prompts")
-    seed: Index = Field(0, description="seed, or `$axis`")
-
-
-class Patch(Strict):
-    """The activation of another run; also of another site, layer, head or position of it."""
-
-    patch: Name = Field(description="`donor`, `text` (the clean run) or a name under `runs`")
-    site: Site | None = Field(None, description="null: the site of the write")
-    layer: Index | None = Field(None, description="null: the layer of the write")
-    head: Index | None = Field(None, description="null: the head of the write")
-    position: str | None = Field(None, description="null: the position of the write")
-
-
-class MeanDifference(Strict):
-    """A difference of means: mean over one set of prompts minus mean over the other."""
-
-    mean: Literal["text", "donor"] = Field(description="minuend")
-    minus: Literal["text", "donor"] = Field(description="subtrahend")
-    normalize: bool = Field(False, description="scaled to length 1")
-
-
-class VectorFile(Strict):
-    """A vector from a safetensors file, shape [width] or [layers, width]."""
-
-    file: str = Field(description="safetensors file, relative to the working directory")
-    key: str = Field("vector", description="name of the tensor in the file")
-    normalize: bool = Field(False, description="scaled to length 1")
-
-
-class Unit(Strict):
-    """A unit direction: 1 in one component, 0 in all others."""
-
-    unit: Index = Field(description="component, from 0, or `$axis`")
-
-
-class Add(Strict):
-    """Add a vector with a scale (steering)."""
-
-    vector: VectorFile | MeanDifference | Unit = Field(description="what is added")
-    scale: Number = Field(1.0, description="factor, or `$axis`")
-
-
-class Noise(Strict):
-    """Add Gaussian noise, drawn from the identity of the point and the row."""
-
-    std: Number = Field(description="standard deviation, or `$axis`")
-    seed: Index = Field(0, description="seed, or `$axis`")
-
-
-class Mix(Strict):
-    """Move the activation part of the way to another: (1 - weight) x old + weight x source."""
-
-    source: Literal["donor"] | Patch | Mean | Resample = Field(
-        description="`donor`, {patch: donor, ...}, {mean: text} or {resample: text}"
-    )
-    weight: Number = Field(description="0 leaves it, 1 replaces it; or `$axis`")
-
-
-class Clamp(Strict):
-    """Keep every component of the activation between two numbers."""
-
-    low: Number | None = Field(None, description="smallest value, or `$axis`")
-    high: Number | None = Field(None, description="largest value, or `$axis`")
-
-    @model_validator(mode="after")
-    def _bounds(self) -> "Clamp":
-        if self.low is None and self.high is None:
-            raise ValueError("give low, high or both")
-        return self
-
-
-OPERATIONS = ("set", "add", "noise", "mix", "clamp", "renormalize", "knockout")
-
-
-class Write(Strict):
-    """One change of one activation. Exactly one operation, from `set` to `knockout`."""
-
-    site: Site
-    layer: Index | None = Field(None, description="layer, from 0, or `$axis`")
-    layers: Selection | None = Field(None, description="several layers, or `all`; the same in each")
-    head: Index | None = Field(
-        None, description="head, from 0 (q and z: query head; k and v: key-value head), or `$axis`"
-    )
-    heads: Selection | None = Field(None, description="several heads, or `all`; the same in each")
-    units: Index | list[Annotated[int, Field(strict=True, ge=0)]] | None = Field(
-        None, description="mlp_pre and mlp_post: one neuron, `$axis` or a list; null is all"
-    )
-    position: str = Field(description="name of a position, or `$axis`; at edges, the query tokens")
-    keys: str | None = Field(
-        None, description="attn_scores and pattern: position of the key tokens; null is all"
-    )
-    set: Literal["donor"] | Patch | Mean | Resample | Number | None = Field(
-        None,
-        description="`donor`, {patch: ...}, a number, {mean: ...}, {resample: ...} or `$axis`",
-    )
-    add: Add | None = Field(None, description="vector and scale")
-    noise: Noise | None = Field(None, description="standard deviation and seed")
-    mix: Mix | None = Field(None, description="what to move towards, and how far")
-    clamp: Clamp | None = Field(None, description="bounds of every component")
-    renormalize: Literal["text", "donor"] | Number | None = Field(
-        None, description="length to scale to: that of the clean run, of the donor, or a number"
-    )
-    knockout: Literal[True] | None = Field(
-        None, description="attn_scores: no attention from `position` to `keys`"
-    )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Write":
-        given = [name for name in OPERATIONS if getattr(self, name) is not None]
-        if len(given) != 1:
-            allowed = ", ".join(OPERATIONS)
-            raise ValueError(f"give exactly one of {allowed} (given: {given or 'none'})")
-        for problem in _misplaced(self):
-            raise ValueError(problem)
-        return self
-
-
-def _misplaced(write: Write) -> Iterator[str]:
-    """What a write selects that its site does not have."""
-    site = write.site
-    layers = sum(value is not None for value in (write.layer, write.layers))
-    heads = sum(value is not None for value in (write.head, write.heads))
-    if layers != (site not in LAYERLESS):
-        yield f"site {site} takes {'no layer' if site in LAYERLESS else 'layer or layers'}"
-    if heads != (site in HEADED):
-        yield f"site {site} takes {'head or heads' if site in HEADED else 'no head'}"
-    if write.units is not None and site not in UNITED:
-        yield f"site {site} takes no units; they are of {' and '.join(UNITED)}"
-    if write.keys is not None and site not in EDGES:
-        yield f"site {site} takes no keys; they are of {' and '.join(EDGES)}"
-    if write.knockout and (site != "attn_scores" or write.keys is None):
-        yield "knockout takes site attn_scores, position (query tokens) and keys (key tokens)"
-    vectors = (write.add, write.noise, write.renormalize)
-    if site in EDGES and any(operation is not None for operation in vectors):
-        yield f"site {site} takes no add, noise or renormalize; they are of vectors"
-    if site in EDGES and any(isinstance(source, Mean | Resample) for source in sources(write)):
-        yield f"site {site} takes a number or a patch; prompts differ in their tokens"
-
-
-class Run(Strict):
-    """A run under writes, whose activations can be patched in (a chain)."""
-
-    prompt: Literal["text", "donor"] = Field(description="which prompt is run")
-    writes: list[Write] = Field(description="under which writes", min_length=1)
-
-
-class Read(Strict):
-    """A place that a measure reads under the writes."""
-
-    site: Site
-    layer: Annotated[int, Field(strict=True, ge=0)] | None = Field(None, description="from 0")
-    head: Annotated[int, Field(strict=True, ge=0)] | None = Field(None, description="from 0")
-    position: str = Field("last", description="of several tokens, the last is read")
-
-    @model_validator(mode="after")
-    def _place(self) -> "Read":
-        if (self.layer is None) != (self.site in LAYERLESS):
-            need = "no layer" if self.site in LAYERLESS else "a layer"
-            raise ValueError(f"site {self.site} takes {need}")
-        if (self.head is None) == (self.site in HEADED):
-            raise ValueError(f"site {self.site} takes {'a' if self.site in HEADED else 'no'} head")
-        if self.site in (*EDGES, "logits"):
-            raise ValueError(f"site {self.site} is no vector of the model's inside; read another")
-        return self
-
-
-class Lens(Strict):
-    """The logit lens: final norm and output embedding on the stream inside the model."""
-
-    site: Literal["resid_pre", "resid_mid", "resid_post"] = Field(
-        "resid_post", description="which stream is read"
-    )
-    layers: Selection = Field("all", description="a column for each layer")
-    position: str | None = Field(
-        None, description="of several tokens, the last is read; null is `measure_at`"
-    )
-
-
-class Measure(Strict):
-    """One number per point and prompt row, computed from the logits."""
-
-    kind: Literal[
-        "match",
-        "logit",
-        "log_prob",
-        "cross_entropy",
-        "prob",
-        "rank",
-        "logit_diff",
-        "entropy",
-        "kl",
-        "js",
-        "top_k",
-        "cosine",
-        "contains",
-        "recovery",
-        "attribution",
-    ]
-    answer: str | None = Field(None, description="name of an answer")
-    answers: list[str] | None = Field(
-        None, description="[target, foil]; of prob and log_prob a set, summed", min_length=2
-    )
-    of: str | None = Field(None, description="the measure that is recovered or estimated")
-    min_gap: float = Field(0.1, gt=0, description="smallest clean-to-donor gap of `of` that counts")
-    k: Annotated[int, Field(strict=True, ge=1, le=100)] | None = Field(
-        None, description="top_k: how many tokens"
-    )
-    read: Read | None = Field(None, description="cosine: which activation is compared")
-    against: Literal["text", "donor"] = Field("text", description="cosine: with which clean run")
-    lens: Lens | None = Field(None, description="read logits inside the model (logit lens)")
-
-    @model_validator(mode="after")
-    def _fields_of_kind(self) -> "Measure":
-        allowed = MEASURES[self.kind]
-        fields = ("answer", "answers", "of", "k", "read")
-        given = [name for name in fields if getattr(self, name) is not None]
-        for field in given:
-            if field not in allowed:
-                raise ValueError(f"kind {self.kind} takes no '{field}'")
-        if len(given) != bool(allowed):
-            raise ValueError(f"kind {self.kind} needs '{"' or '".join(allowed)}'")
-        if self.kind == "logit_diff" and len(self.answers or []) != 2:
-            raise ValueError("kind logit_diff needs two answers, [target, foil]")
-        if self.lens and self.kind in NO_LENS:
-            raise ValueError(f"kind {self.kind} takes no lens")
-        return self
 
 
 class Generate(Strict):
@@ -611,28 +206,6 @@ def uses_donor(sweep: Sweep) -> bool:
     )
 
 
-def sources(write: Write) -> list[Any]:
-    """What a write sets or mixes in, as it is declared."""
-    return [source for source in (write.set, write.mix and write.mix.source) if source is not None]
-
-
-def patches(write: Write) -> list[Patch]:
-    """The patches of a write; `donor` is one for short."""
-    found = [Patch(patch="donor") if source == "donor" else source for source in sources(write)]
-    return [source for source in found if isinstance(source, Patch)]
-
-
-def roles(write: Write) -> set[str]:
-    """Which prompts or runs a write reads: `text`, `donor` or names of runs."""
-    found = {patch.patch for patch in patches(write)}
-    found |= {source.mean for source in sources(write) if isinstance(source, Mean)}
-    found |= {source.resample for source in sources(write) if isinstance(source, Resample)}
-    vector = write.add.vector if write.add else None
-    if isinstance(vector, MeanDifference):
-        found |= {vector.mean, vector.minus}
-    return found | (PROMPTS & {write.renormalize})
-
-
 def vector_files(sweep: Sweep) -> list[str]:
     """The vector files that the sweep's writes read."""
     adds = [write.add.vector for write in all_writes(sweep) if write.add]
@@ -643,36 +216,10 @@ def references(sweep: Sweep) -> dict[str, set[str]]:
     """Axis name -> the fields (`layer`, `kv_head`, `number`, ...) that refer to it."""
     found: dict[str, set[str]] = {}
     for write in all_writes(sweep):
-        for field, value in _leaves(write):
+        for field, value in leaves(write):
             if isinstance(value, str) and value.startswith("$"):
                 found.setdefault(value[1:], set()).add(field)
     return found
-
-
-def _leaves(write: Write) -> Iterator[tuple[str, Any]]:
-    """(field, value) of everything in a write that an axis may stand for."""
-    yield from _place_leaves(write.site, write)
-    yield from [("position", write.keys), ("unit", write.units)]
-    for patch in patches(write):
-        yield from _place_leaves(patch.site or write.site, patch)
-    yield from (("number", source) for source in sources(write) if source != "donor")
-    yield ("number", write.renormalize if write.renormalize not in PROMPTS else None)
-    yield from (("index", s.seed) for s in sources(write) if isinstance(s, Resample))
-    if write.add:
-        yield ("number", write.add.scale)
-        if isinstance(write.add.vector, Unit):
-            yield ("index", write.add.vector.unit)
-    if write.noise:
-        yield from [("number", write.noise.std), ("index", write.noise.seed)]
-    if write.mix:
-        yield ("number", write.mix.weight)
-    if write.clamp:
-        yield from [("number", write.clamp.low), ("number", write.clamp.high)]
-
-
-def _place_leaves(site: str, place: Any) -> list[tuple[str, Any]]:
-    head = HEADED.get(site, "head")
-    return [("layer", place.layer), (head, place.head), ("position", place.position)]
 
 
 def _bad_refs(sweep: Sweep) -> list[str]:
@@ -698,7 +245,7 @@ def _bad_refs(sweep: Sweep) -> list[str]:
 
 def _fields(sweep: Sweep) -> list[tuple[str, Any]]:
     """(field, value) of everything that stands in a write or is read by a measure."""
-    found = [leaf for write in all_writes(sweep) for leaf in _leaves(write)]
+    found = [leaf for write in all_writes(sweep) for leaf in leaves(write)]
     return found + [("position", name) for name in watched_positions(sweep)]
 
 
@@ -778,7 +325,7 @@ def _bad_measures(sweep: Sweep) -> list[str]:
             if answer is not None and answer not in sweep.prompts.answers:
                 known = ", ".join(sweep.prompts.answers) or "none"
                 problems.append(f"measures.{name}: answer '{answer}' is not one of: {known}")
-        fits = _smooth if measure.kind == "attribution" else _recoverable
+        fits = smooth if measure.kind == "attribution" else recoverable
         if measure.of and not fits(sweep.measures.get(measure.of, measure)):
             allowed = [k for k, m in sweep.measures.items() if fits(m)]
             problems.append(f"measures.{name}.of: '{measure.of}' is not one of {allowed}")
@@ -798,30 +345,11 @@ def _bad_generation(sweep: Sweep) -> Iterator[str]:
         yield "generate goes on from the last token; leave measure_at out"
     elif sweep.generate.writes_at != "prompt":
         for number, write in enumerate(sweep.writes):
-            if not _repeatable(write):
+            if not repeatable(write):
                 yield (
                     f"writes.{number} cannot be repeated at new tokens, which no other prompt has; "
                     "set generate.writes_at: prompt, or write a number, a mean or a vector"
                 )
-
-
-def _repeatable(write: Write) -> bool:
-    """Whether a write can be done at a token that no prompt has."""
-    fixed = not patches(write) and not any(isinstance(s, Resample) for s in sources(write))
-    means = [source for source in sources(write) if isinstance(source, Mean)]
-    lengths = write.renormalize not in PROMPTS and write.noise is None
-    per_token = any(mean.per_token for mean in means)
-    return fixed and lengths and not per_token and write.site not in (*EDGES, "logits")
-
-
-def _recoverable(measure: Measure) -> bool:
-    """Whether a measure is one number of a run alone, whose recovery can be asked for."""
-    return measure.kind not in (*AGAINST_CLEAN, *TEXTS, "top_k") and measure.lens is None
-
-
-def _smooth(measure: Measure) -> bool:
-    """Whether a measure has a gradient."""
-    return _recoverable(measure) and measure.kind not in ("match", "rank")
 
 
 RESERVED = {

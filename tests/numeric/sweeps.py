@@ -7,7 +7,8 @@ import torch
 from harness import SUBJECT, sweep_of
 from safetensors.torch import save_file
 
-from nnsweep.sweep import HEADED, Sweep
+from nnsweep.sweep import Sweep
+from nnsweep.sweep_words import HEADED
 
 PLACES = ["subject", "last"]
 LAYERED = ("resid_pre", "resid_post", "attn_out", "mlp_out")

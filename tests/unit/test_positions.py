@@ -14,7 +14,8 @@ from nnsweep.errors import UserError
 from nnsweep.explain import _row
 from nnsweep.positions import trimmed
 from nnsweep.prompts import from_table, to_table
-from nnsweep.sweep import FORMS, Sweep, Tokens, position_spec
+from nnsweep.sweep import Sweep, position_spec
+from nnsweep.sweep_positions import FORMS, Tokens
 
 BASE, SOURCE = "The town of Aa Bb Cc is far", "The town of Xx is far"
 NAMES = {"subject": {"text": "word", "donor_text": "source_word"}, "second": 1}

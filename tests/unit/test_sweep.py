@@ -15,7 +15,9 @@ from nnsweep.errors import UserError
 from nnsweep.grid import axis_values, expand
 from nnsweep.measures import REGISTRY
 from nnsweep.sites import DEFINITIONS, ORDER
-from nnsweep.sweep import MEASURES, SITES, Range, Sweep, axis_kinds, references, uses_donor
+from nnsweep.sweep import Range, Sweep, axis_kinds, references, uses_donor
+from nnsweep.sweep_measures import MEASURES
+from nnsweep.sweep_words import SITES
 
 LAYERS, HEADS = 12, 6
 LIMITS = {"layer": LAYERS, "head": HEADS, "kv_head": 2}

@@ -1,0 +1,131 @@
+"""Measures in a sweep file: what is computed, and where inside the model it reads."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from nnsweep.documents import Strict
+from nnsweep.sweep_words import EDGES, HEADED, LAYERLESS, Selection, Site
+
+MEASURES: dict[str, tuple[str, ...]] = {
+    "match": ("answer",),
+    "logit": ("answer",),
+    "log_prob": ("answer", "answers"),
+    "cross_entropy": ("answer",),
+    "prob": ("answer", "answers"),
+    "rank": ("answer",),
+    "logit_diff": ("answers",),
+    "entropy": (),
+    "kl": (),
+    "js": (),
+    "top_k": ("k",),
+    "cosine": ("read",),
+    "contains": ("answer",),
+    "recovery": ("of",),
+    "attribution": ("of",),
+}
+"""The field each kind of measure asks for, or one of several (definitions: `nnsweep.measures`)."""
+
+AGAINST_CLEAN = ("kl", "js", "cosine", "recovery", "attribution")
+"""Kinds that compare with the clean run of the same prompt."""
+
+GUARDED = ("recovery", "cosine")
+"""Kinds that are no number where they would divide by nothing; such a value is null, no error."""
+
+TEXTS = ("contains",)
+"""Kinds that read the generated text."""
+
+NO_LENS = ("cosine", "contains", "recovery", "attribution")
+"""Kinds that read no logits of their own."""
+
+
+class Read(Strict):
+    """A place that a measure reads under the writes."""
+
+    site: Site
+    layer: Annotated[int, Field(strict=True, ge=0)] | None = Field(None, description="from 0")
+    head: Annotated[int, Field(strict=True, ge=0)] | None = Field(None, description="from 0")
+    position: str = Field("last", description="of several tokens, the last is read")
+
+    @model_validator(mode="after")
+    def _place(self) -> "Read":
+        if (self.layer is None) != (self.site in LAYERLESS):
+            need = "no layer" if self.site in LAYERLESS else "a layer"
+            raise ValueError(f"site {self.site} takes {need}")
+        if (self.head is None) == (self.site in HEADED):
+            raise ValueError(f"site {self.site} takes {'a' if self.site in HEADED else 'no'} head")
+        if self.site in (*EDGES, "logits"):
+            raise ValueError(f"site {self.site} is no vector of the model's inside; read another")
+        return self
+
+
+class Lens(Strict):
+    """The logit lens: final norm and output embedding on the stream inside the model."""
+
+    site: Literal["resid_pre", "resid_mid", "resid_post"] = Field(
+        "resid_post", description="which stream is read"
+    )
+    layers: Selection = Field("all", description="a column for each layer")
+    position: str | None = Field(
+        None, description="of several tokens, the last is read; null is `measure_at`"
+    )
+
+
+class Measure(Strict):
+    """One number per point and prompt row, computed from the logits."""
+
+    kind: Literal[
+        "match",
+        "logit",
+        "log_prob",
+        "cross_entropy",
+        "prob",
+        "rank",
+        "logit_diff",
+        "entropy",
+        "kl",
+        "js",
+        "top_k",
+        "cosine",
+        "contains",
+        "recovery",
+        "attribution",
+    ]
+    answer: str | None = Field(None, description="name of an answer")
+    answers: list[str] | None = Field(
+        None, description="[target, foil]; of prob and log_prob a set, summed", min_length=2
+    )
+    of: str | None = Field(None, description="the measure that is recovered or estimated")
+    min_gap: float = Field(0.1, gt=0, description="smallest clean-to-donor gap of `of` that counts")
+    k: Annotated[int, Field(strict=True, ge=1, le=100)] | None = Field(
+        None, description="top_k: how many tokens"
+    )
+    read: Read | None = Field(None, description="cosine: which activation is compared")
+    against: Literal["text", "donor"] = Field("text", description="cosine: with which clean run")
+    lens: Lens | None = Field(None, description="read logits inside the model (logit lens)")
+
+    @model_validator(mode="after")
+    def _fields_of_kind(self) -> "Measure":
+        allowed = MEASURES[self.kind]
+        fields = ("answer", "answers", "of", "k", "read")
+        given = [name for name in fields if getattr(self, name) is not None]
+        for field in given:
+            if field not in allowed:
+                raise ValueError(f"kind {self.kind} takes no '{field}'")
+        if len(given) != bool(allowed):
+            raise ValueError(f"kind {self.kind} needs '{"' or '".join(allowed)}'")
+        if self.kind == "logit_diff" and len(self.answers or []) != 2:
+            raise ValueError("kind logit_diff needs two answers, [target, foil]")
+        if self.lens and self.kind in NO_LENS:
+            raise ValueError(f"kind {self.kind} takes no lens")
+        return self
+
+
+def recoverable(measure: Measure) -> bool:
+    """Whether a measure is one number of a run alone, whose recovery can be asked for."""
+    return measure.kind not in (*AGAINST_CLEAN, *TEXTS, "top_k") and measure.lens is None
+
+
+def smooth(measure: Measure) -> bool:
+    """Whether a measure has a gradient."""
+    return recoverable(measure) and measure.kind not in ("match", "rank")
