@@ -20,7 +20,8 @@ from nnsweep.engines.ndif import NdifEngine
 from nnsweep.jobs import budget_of
 from nnsweep.models import model_key, open_model
 from nnsweep.ndif.preflight import check
-from nnsweep.plan import Settings, make_plan
+from nnsweep.plan import make_plan
+from nnsweep.planned import Settings
 
 
 def session_way(sweep, model, rows):

@@ -17,7 +17,8 @@ from nnsweep.cost import full_work, work_of
 from nnsweep.documents import parse, read_yaml
 from nnsweep.log import quiet_libraries
 from nnsweep.models import load_tokenizer, locate, prepare
-from nnsweep.plan import Settings, make_plan
+from nnsweep.plan import make_plan
+from nnsweep.planned import Settings
 from nnsweep.prompts import prepare_rows
 from nnsweep.sweep import Sweep
 

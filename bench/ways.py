@@ -13,7 +13,8 @@ from timing import THREADS, WARM_POINTS, difference, read_task, report
 
 from nnsweep.chunks import keys_of
 from nnsweep.engines.local import LocalEngine
-from nnsweep.plan import Settings, make_plan
+from nnsweep.plan import make_plan
+from nnsweep.planned import Settings
 
 
 def nnsweep_way(path, recompute):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nnsweep.jobs import expand_sweep
 from nnsweep.log import job_log
-from nnsweep.plan import Settings
+from nnsweep.planned import Settings
 from nnsweep.sweep import Sweep
 
 if TYPE_CHECKING:

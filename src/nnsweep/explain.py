@@ -8,7 +8,8 @@ from typing import Any
 from nnsweep import jobs
 from nnsweep.chunks import columns, forward_passes, inert_rows, keys_of, naive_passes
 from nnsweep.cost import full_work, memory_of, operations, passes_of, work_of
-from nnsweep.plan import Plan, Settings, make_plan
+from nnsweep.plan import make_plan
+from nnsweep.planned import Plan, Settings
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sites import ORDER, limits_of
 from nnsweep.sweep import Sweep

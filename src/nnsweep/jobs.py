@@ -27,7 +27,8 @@ from nnsweep.config import Config
 from nnsweep.documents import parse, read_yaml
 from nnsweep.errors import NnsweepError, UserError
 from nnsweep.grid import expand
-from nnsweep.plan import Plan, Settings, identity, make_plan
+from nnsweep.plan import make_plan
+from nnsweep.planned import Plan, Settings, identity
 from nnsweep.sites import limits_of
 from nnsweep.sweep import Sweep, axis_kinds, vector_files
 from nnsweep.sweep_measures import GUARDED

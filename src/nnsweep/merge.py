@@ -16,7 +16,7 @@ from nnsweep.chunks import columns
 from nnsweep.controls import compared, judge
 from nnsweep.errors import CheckFailed, NnsweepError
 from nnsweep.grid import position_names
-from nnsweep.plan import controlled
+from nnsweep.measure_plan import controlled
 from nnsweep.provenance import remote_cost, run_record
 from nnsweep.sweep import GENERATED, Sweep, axis_kinds, watched_positions
 from nnsweep.tables import (

@@ -34,7 +34,8 @@ from nnsweep.models import locate, model_key, open_model
 from nnsweep.ndif import preflight, server, transport
 from nnsweep.ndif.state import ServerState
 from nnsweep.ndif.transport import Deadlines
-from nnsweep.plan import Settings, make_plan
+from nnsweep.plan import make_plan
+from nnsweep.planned import Settings
 from nnsweep.prompts import prepare_rows
 from nnsweep.sweep import Sweep
 from nnsweep.tables import read_json, read_table, write_json, write_table

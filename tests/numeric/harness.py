@@ -8,7 +8,8 @@ from typing import Any
 
 from nnsweep.chunks import columns, keys_of
 from nnsweep.jobs import load_vector
-from nnsweep.plan import Plan, Settings, make_plan
+from nnsweep.plan import make_plan
+from nnsweep.planned import Plan, Settings
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sweep import Sweep
 

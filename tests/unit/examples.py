@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nnsweep.plan import Plan, Settings, make_plan
+from nnsweep.plan import make_plan
+from nnsweep.planned import Plan, Settings
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sites import site_table
 from nnsweep.sweep import Sweep

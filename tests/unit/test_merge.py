@@ -22,7 +22,7 @@ from nnsweep.config import Config
 from nnsweep.engines import Result
 from nnsweep.errors import CheckFailed, NnsweepError, UserError
 from nnsweep.merge import assemble, merge_chunks, read_parts
-from nnsweep.plan import Settings
+from nnsweep.planned import Settings
 from nnsweep.sweep import axis_kinds
 from nnsweep.tables import (
     part_schema,

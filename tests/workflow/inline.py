@@ -5,7 +5,7 @@ from pathlib import Path
 from nnsweep import jobs
 from nnsweep.config import read_config
 from nnsweep.merge import merge_chunks
-from nnsweep.plan import Plan
+from nnsweep.planned import Plan
 from workflow.project import CUT, Project
 
 
