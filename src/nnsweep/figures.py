@@ -198,7 +198,10 @@ def _colour_bar(figure: Figure, sweep: Sweep, measure: str) -> None:
 
 
 def _unit(sweep: Sweep, measure: str) -> str:
-    return f"{measure} ({REGISTRY[sweep.measures[measure].kind].unit})"
+    spec = sweep.measures[measure]
+    if spec.kind == "attribution" and spec.of is not None:
+        spec = sweep.measures[spec.of]
+    return f"{measure} ({REGISTRY[spec.kind].unit})"
 
 
 def _title(sweep: Sweep, measure: str, frame: pd.DataFrame, hidden: int) -> str:

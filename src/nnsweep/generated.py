@@ -44,19 +44,27 @@ def _replaced(text: str, name: str, content: str) -> str:
 
 def _keys(schema: dict[str, Any]) -> str:
     lines = ["| key | values | default | what |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in _rows(schema, "")]
+    lines += [f"| {' | '.join(row)} |" for row in _rows(schema, "", {})]
     return "\n".join(lines) + "\n"
 
 
-def _rows(schema: dict[str, Any], prefix: str) -> list[tuple[str, str, str, str]]:
+def _rows(
+    schema: dict[str, Any], prefix: str, seen: dict[str, str]
+) -> list[tuple[str, str, str, str]]:
+    """One line a key; what stands in several places is written out in the first one (`seen`)."""
     rows = []
     required = schema.get("required", [])
     for name, field in schema.get("properties", {}).items():
         default = "required" if name in required else f"`{_plain(field.get('default'))}`"
         what = " ".join(str(field.get("description", "")).split())
-        rows.append((f"`{prefix}{name}`", _kind(field), default, what))
-        for inner, mark in _nested(field):
-            rows += _rows(inner, f"{prefix}{name}{mark}.")
+        nested = [(inner, mark, json.dumps(inner["properties"])) for inner, mark in _nested(field)]
+        known = dict.fromkeys(seen[text] for *_, text in nested if text in seen)
+        as_there = f" (keys as of {' and '.join(known)})" if known else ""
+        rows.append((f"`{prefix}{name}`", _kind(field), default, what + as_there))
+        for inner, mark, text in nested:
+            if text not in seen:
+                seen[text] = f"`{prefix}{name}`"
+                rows += _rows(inner, f"{prefix}{name}{mark}.", seen)
     return rows
 
 
@@ -74,6 +82,8 @@ def _nested(field: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
 
 
 def _kind(field: dict[str, Any]) -> str:
+    if field.get("enum") == list(DEFINITIONS):
+        return "a site (below)"
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if "const" in field:

@@ -85,8 +85,7 @@ def _extremes(sweep: Sweep, summary: Path) -> str:
         for found in extremes(frame, list(axes), measure):
             interval = f"{found.mean:.4g} [{found.low:.4g}, {found.high:.4g}]"
             ties = f" and {found.ties} other points" if found.ties else ""
-            word = found.word if axes else ""
-            rows.append((name, word, interval, found.where + ties, found.rows))
+            rows.append((name, found.word, interval, found.where + ties, found.rows))
             name = ""
     return _table(rows, ("measure", "", "mean [interval]", "where", "rows"))
 

@@ -6,6 +6,7 @@ nothing is mapped to a neighbouring token or to the first piece of an answer.
 
 import csv
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -79,7 +80,7 @@ def _cell(value: Any) -> str:
 
 
 def _read_any(path: Path) -> pa.Table:
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises where a name is too long.
         raise UserError(f"prompts.file: {path} does not exist. Give a csv, jsonl or parquet file.")
     try:
         if path.suffix == ".parquet":

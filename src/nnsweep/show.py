@@ -61,9 +61,8 @@ def _extremes(folder: Path) -> Iterator[str]:
             yield f"  {measure}: no values"
         for one in found:
             ties = f" and {one.ties} other points" if one.ties else ""
-            word = one.word if axes else "mean"
             yield (
-                f"  {measure}: {word} {one.mean:.3g} [{one.low:.3g}, {one.high:.3g}] "
+                f"  {measure}: {one.word} {one.mean:.3g} [{one.low:.3g}, {one.high:.3g}] "
                 f"at {one.where}{ties} ({one.rows} rows)"
             )
 

@@ -103,7 +103,7 @@ class Extreme:
     """The point where a measure's mean is largest or smallest.
 
     Attributes:
-        word: largest or smallest.
+        word: largest or smallest; mean, where there is one point.
         mean, low, high: The mean and its interval.
         rows: How many prompt rows the mean is over.
         where: The axis values of the first such point.
@@ -126,8 +126,10 @@ def extremes(frame: pd.DataFrame, axes: Sequence[str], measure: str) -> list[Ext
     if part.empty:
         return []
     axes = [*axes, LENS_AXIS] if LENS_AXIS in part else axes
+    if not axes:
+        return [_extreme(part, axes, "mean", part.index[0])]
     places = [("largest", part["mean"].idxmax()), ("smallest", part["mean"].idxmin())]
-    return [_extreme(part, axes, word, place) for word, place in places[: 2 if axes else 1]]
+    return [_extreme(part, axes, word, place) for word, place in places]
 
 
 def _extreme(part: pd.DataFrame, axes: Sequence[str], word: str, place: Any) -> Extreme:

@@ -132,8 +132,8 @@ class Sweep(Strict):
     exclude: list[dict[str, Scalar | list[Scalar]]] = Field(
         default=[], description="points left out: axis -> value or values"
     )
-    runs: dict[Name, Run] = Field(default={}, description="name -> a run that writes patch from")
     writes: list[Write] = Field(default=[], description="none measures behaviour")
+    runs: dict[Name, Run] = Field(default={}, description="name -> a run that writes patch from")
     generate: Generate | None = Field(None, description="continue every prompt; null does not")
     measures: dict[Name, Measure] = Field(description="name -> measure", min_length=1)
     on_bad_row: Literal["refuse", "exclude"] = Field(
