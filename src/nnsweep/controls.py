@@ -32,7 +32,7 @@ EXPECTED = {
 def compared(measures: Sequence[Plain]) -> dict[str, str]:
     """Column -> kind of the measures that controls compare; lists of tokens have near ties."""
     return {
-        spec["name"]: "lens" if "lens" in spec else spec["kind"]
+        spec["name"]: "lens" if "lens" in spec or spec.get("tokens") == "sum" else spec["kind"]
         for spec in measures
         if spec["kind"] not in ("top_k", "generate", *TEXTS)
     }

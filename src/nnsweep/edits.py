@@ -10,7 +10,7 @@ from nnsweep.planned import Plain, VectorLoader
 from nnsweep.prompts import PromptRow
 from nnsweep.row_places import place_of, seen_keys, tokens_of
 from nnsweep.sites import EDGES, limits_of, resumes_at, tap
-from nnsweep.sweep import Sweep, position_spec
+from nnsweep.sweep import Sweep, goes_on, position_spec
 from nnsweep.sweep_words import HEADED
 from nnsweep.tables import digest
 
@@ -41,7 +41,7 @@ class Edits:
         """
         self.sweep, self.shape, self.rows = sweep, shape, rows
         self.load_vector, self.estimating = load_vector, estimating
-        self.generating = sweep.generate is not None
+        self.goes_on = goes_on(sweep)
         self.references: list[Plain] = []
 
     def usable(self, names: Iterable[str]) -> tuple[int, ...]:
@@ -57,8 +57,8 @@ class Edits:
         where = self._where(write)
         op, operand = self._operand(write, where)
         resume = resumes_at(write["site"], write.get("layer"), self.shape["layers"])
-        # Generation goes on from the keys and values of every layer.
-        resume = 0 if self.generating else resume
+        # What comes behind the prompt goes on from the keys and values of every layer.
+        resume = 0 if self.goes_on else resume
         return where | {"op": op, "operand": operand, "resume": resume}
 
     def _where(self, write: Plain) -> Plain:

@@ -30,6 +30,8 @@ def run_chunk(model, chunk, functions, report):
     tools = {"shape": chunk["model"]["shape"], "measures": chunk["measures"]}
     tools["functions"] = functions
     tools["generate"] = next((s for s in tools["measures"] if s["kind"] == "generate"), None)
+    summed = [s["answer"] for s in tools["measures"] if s.get("tokens") == "sum"]
+    tools["summed"] = list(dict.fromkeys(summed))
     tools["references"] = {
         number: reference_values(model, tools, wanted)
         for number, wanted in chunk["references"].items()
@@ -40,12 +42,16 @@ def run_chunk(model, chunk, functions, report):
         tools["reads"] = [read_of(block, read, "base") for read in chunk["reads"]]
         tools["donor_reads"] = [read_of(block, read, "donor") for read in chunk["reads"]]
         state = clean_state(model, tools, block)
+        if tools["summed"]:
+            state["clean"]["scores"] = scores(model, tools, block, 1, state["clean"])
         for item in block["passes"]:
             if item["inert"] or item["estimated"]:
                 run = repeated(state["clean"], len(item["points"]))
                 chained = chain_runs(model, tools, block, item["edits"], state)
             else:
                 run, chained = run_pass(model, tools, block, item, state)
+                if tools["summed"]:
+                    run["scores"] = scores(model, tools, block, len(item["points"]), run)
             if tools["generate"]:
                 generate(model, tools, block, item, run, state)
             run["estimates"] = estimates(tools, block, item, state | {"chained": chained})
@@ -60,6 +66,7 @@ def repeated(run, count):
         "logits": run["logits"].repeat(count, 1),
         "reads": [value.repeat(count, 1) for value in run["reads"]],
         "lens": {name: value.repeat(count) for name, value in run["lens"].items()},
+        "scores": {name: value.repeat(count) for name, value in run.get("scores", {}).items()},
     }
 
 
@@ -76,7 +83,8 @@ def clean_state(model, tools, block):
         for resume in item["resumes"]:
             starts[resume] = min(starts.get(resume, item["start"]), item["start"])
     how = {"captures": captures(edits, block, "self"), "starts": starts, "shared": block["shared"]}
-    how |= {"caching": any(item["start"] for item in running), "reads": tools["reads"]}
+    caching = any(item["start"] for item in running) or bool(tools["summed"])
+    how |= {"caching": caching, "reads": tools["reads"]}
     how |= {"answers": block["answers"]}
     clean = clean_run(model, tools, block["ids"], block["measured"], how)
     state = {"clean": clean, "donor": None, "starts": starts, "references": tools["references"]}
@@ -236,7 +244,7 @@ def run_pass(model, tools, block, item, state):
     steps += [(behind(read["tap"]), "read", number) for number, read in enumerate(tools["reads"])]
     # The clean keys and values are read all the same; they need not come back with the result.
     job = {"tokens": shown[:, start:], "width": tokens.shape[1], "start": start, "at": at}
-    caching = tools["generate"] is not None
+    caching = tools["generate"] is not None or bool(tools["summed"])
     job |= {"inputs": inputs | {"use_cache": caching}, "caching": caching, "reads": tools["reads"]}
     job |= {"rows": len(block["ids"]), "resumes": resumes, "streams": streams}
     job |= {"steps": sorted(steps, key=lambda step: step[0]), "answers": block["answers"]}
@@ -611,6 +619,44 @@ def noise(seeds, rows, old):
     return torch.cat(parts)
 
 
+# --- answers of several tokens ----------------------------------------------------------------
+
+
+def scores(model, tools, block, points, run):
+    """Log-probability of whole answers behind the prompt: name -> (points * rows,).
+
+    Each token of an answer is read behind those before it, in one pass over all of them; shorter
+    answers are filled up behind their end, where nothing reads.
+    """
+    shape, found = tools["shape"], {}
+    width = len(block["ids"][0])
+    for name in tools["summed"]:
+        ids = block["answer_ids"][name] * points
+        longest = max(map(len, ids))
+        target = torch.tensor([one + [0] * (longest - len(one)) for one in ids])
+        real = torch.tensor([[k < len(one) for k in range(longest)] for one in ids])
+        logits = run["logits"][:, None].cpu()
+        if longest > 1:
+            # A cache that is gone on from grows; the next answer needs it as it was.
+            cache = spread(run["cache"], lambda _: 1, width)
+            later = {"logits": None}
+            inputs = {"attention_mask": torch.ones(len(ids), width + longest - 1).long()}
+            inputs |= {"past_key_values": cache, "use_cache": True}
+            if shape["position_ids"]:
+                places = torch.arange(width, width + longest - 1)
+                inputs["position_ids"] = places[None].expand(len(ids), -1)
+            trace_answer(model, target[:, :-1], inputs, later)
+            logits = torch.cat([logits, later["logits"].cpu()], 1)
+        picked = logits.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+        found[name] = torch.where(real, picked, 0.0).sum(1)
+    return found
+
+
+def trace_answer(model, tokens, inputs, found):
+    with model.trace(tokens, **inputs):
+        found["logits"] = model.output.logits.detach().float()
+
+
 # --- generation -------------------------------------------------------------------------------
 
 
@@ -761,6 +807,7 @@ def measured(tools, run, block, state):
             "logits": run["logits"][low : low + rows],
             "reads": [value[low : low + rows] for value in run["reads"]],
             "lens": {name: value[low : low + rows] for name, value in run["lens"].items()},
+            "scores": {n: value[low : low + rows] for n, value in run.get("scores", {}).items()},
             "generated": run["generated"][low : low + rows] if "generated" in run else None,
             "estimates": {n: value[low : low + rows] for n, value in run["estimates"].items()},
         }
@@ -776,6 +823,8 @@ def measured_point(tools, run, answers, state):
     for spec in tools["measures"]:
         if "lens" in spec:
             found = run["lens"][spec["name"]]
+        elif spec.get("tokens") == "sum":
+            found = whole_answer(spec["kind"], run["scores"][spec["answer"]].to(logits.device))
         elif spec["kind"] == "generate":
             found = run["generated"].to(logits.device)
         elif spec["kind"] == "attribution":
@@ -793,6 +842,13 @@ def measured_point(tools, run, answers, state):
             found = column(functions, spec, logits, clean, answers)
         columns.append(found[:, None] if found.dim() == 1 else found)
     return torch.cat(columns, -1).float()
+
+
+def whole_answer(kind, log_prob):
+    """A measure of an answer of several tokens, from its log-probability."""
+    if kind == "prob":
+        return log_prob.exp()
+    return -log_prob if kind == "cross_entropy" else log_prob
 
 
 def column(functions, spec, logits, clean, answers):

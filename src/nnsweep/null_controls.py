@@ -90,4 +90,5 @@ class NullControls:
         return self._plain_edit(place, "set", operand, self.context.shape["layers"])
 
     def _plain_edit(self, place: Plain, op: str, operand: Plain, resume: int) -> Plain:
+        resume = 0 if self.context.goes_on else resume
         return {"tap": place, "position": "@all", "op": op, "operand": operand, "resume": resume}

@@ -13,6 +13,7 @@ from typing import Any
 from nnsweep import SEMANTICS
 from nnsweep.chunks import block_name, in_session, refs, slices
 from nnsweep.edits import Edits, edit_positions
+from nnsweep.errors import UserError
 from nnsweep.grid import expand, position_names
 from nnsweep.inert import cannot_move
 from nnsweep.measure_plan import measure_list
@@ -108,10 +109,23 @@ class Context:
         self.estimates_only = all(spec["kind"] == "attribution" for spec in self.measures)
         estimating = any(spec["kind"] == "attribution" for spec in self.measures)
         self.edits = Edits(sweep, self.shape, rows, load_vector, estimating)
-        self.generating = self.edits.generating
+        self.goes_on = self.edits.goes_on
+        self._check_window()
         self.watched = set(watched_positions(sweep))
         named = {name for _, writes in cells for write in writes for name in position_names(write)}
         self.touched = named | self.watched
+
+    def _check_window(self) -> None:
+        """Refuse whole answers behind prompts of which a sliding window forgets the beginning."""
+        window = self.shape["window"]
+        names = [s["answer"] for s in self.measures if s.get("tokens") == "sum"]
+        for row in self.rows if window is not None else []:
+            length = len(row.ids) + max((len(row.answers[name]) for name in names), default=0)
+            if names and row.reason is None and length > window:
+                raise UserError(
+                    f"row {row.row_id}: tokens: sum takes prompt and answer within the sliding "
+                    f"window of {window} tokens, they have {length}. Use shorter prompts."
+                )
 
     def point(self, cell: Plain, writes: list[Plain]) -> Point:
         """Resolve one point: its rows, its edits and its ids."""
@@ -248,7 +262,7 @@ class Context:
         than the window is computed from its first token on.
         """
         window, width = self.shape["window"], len(self.rows[block[0]].ids)
-        beyond = (window is not None and width >= window) or self.generating
+        beyond = (window is not None and width >= window) or self.goes_on
         if self.settings.recompute == "exact" or not point.edits or beyond:
             return 0
         names = [edit["position"] for edit in point.edits] + [self.sweep.measure_at]
@@ -292,7 +306,7 @@ class Context:
         """
         return (
             self.settings.recompute == "fast"
-            and not self.generating
+            and not self.goes_on
             and all(
                 cannot_move(edit, self.rows[i], self.watched, self.shape["layers"])
                 for edit in point.edits
@@ -335,6 +349,7 @@ class Context:
             if self.donors
             else [],
             "answers": {name: [row.answers[name][0] for row in rows] for name in self.answers},
+            "answer_ids": {name: [row.answers[name] for row in rows] for name in self.answers},
             "positions": {
                 name: {
                     "base": [place_of(row, name, donor=swap) for row in rows],

@@ -21,6 +21,7 @@ from nnsweep.chat import Template, answer_join, chat_of, template_of
 from nnsweep.errors import UserError
 from nnsweep.positions import Encoded, Place, Sides, place_of
 from nnsweep.sweep import Sweep, named_positions, uses_donor
+from nnsweep.sweep_measures import needs_one_token
 from nnsweep.sweep_positions import Tokens
 from nnsweep.tables import digest
 
@@ -289,9 +290,11 @@ def _answers(
 ) -> tuple[dict[str, list[int]], str | None]:
     """Ids of each answer as they follow the prompt, and why the row cannot be used, if so."""
     answers, reason = {}, None
+    one = [measure for measure in sweep.measures.values() if needs_one_token(measure)]
+    single = {name for m in one for name in [m.answer, *(m.answers or [])]}
     prefix = _prefix(sweep, base) if sweep.prompts.answers else ""
     for name, column in sweep.prompts.answers.items():
-        ids, problem = _answer_ids(base, record[column], prefix, tokenizer)
+        ids, problem = _answer_ids(base, record[column], prefix, tokenizer, name in single)
         answers[name] = ids
         reason = reason or _prefixed(f"answer {name} '{record[column]}'", problem)
     firsts = {name: ids[0] for name, ids in answers.items() if ids}
@@ -311,7 +314,7 @@ def _prefix(sweep: Sweep, base: Encoded) -> str:
 
 
 def _answer_ids(
-    base: Encoded, answer: str, prefix: str, tokenizer: Any
+    base: Encoded, answer: str, prefix: str, tokenizer: Any, single: bool
 ) -> tuple[list[int], str | None]:
     """Encode prompt and answer together, since a tokenizer may merge over their border."""
     if not answer.strip():
@@ -323,8 +326,11 @@ def _answer_ids(
     if both.ids[: len(base.ids)] != base.ids:
         return [], f"changes the tokens of the prompt: {base.tokens} became {both.tokens}"
     ids, tokens = both.ids[len(base.ids) :], both.tokens[len(base.ids) :]
-    if len(ids) != 1:
-        return ids, f"has {len(ids)} tokens {tokens}; only one-token answers are measured"
+    if single and len(ids) != 1:
+        return ids, (
+            f"has {len(ids)} tokens {tokens}; only one-token answers are measured, or "
+            "the log_prob of whole answers (tokens: sum)"
+        )
     return ids, None
 
 

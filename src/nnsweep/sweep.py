@@ -332,6 +332,12 @@ def _bad_measures(sweep: Sweep) -> list[str]:
     return problems
 
 
+def goes_on(sweep: Sweep) -> bool:
+    """Whether anything is computed behind the prompt: new tokens, or answers of several."""
+    summed = any(measure.tokens == "sum" for measure in sweep.measures.values())
+    return sweep.generate is not None or summed
+
+
 def value_measures(sweep: Sweep) -> list[str]:
     """Measures and what else has columns in values.parquet, in order."""
     return [*sweep.measures, *(GENERATED if sweep.generate else ())]
@@ -341,9 +347,9 @@ def _bad_generation(sweep: Sweep) -> Iterator[str]:
     if sweep.generate is None:
         named = [name for name, measure in sweep.measures.items() if measure.kind in TEXTS]
         yield from (f"measures.{name} reads the generated text; add generate" for name in named)
-    elif sweep.position(sweep.measure_at) != -1:
-        yield "generate goes on from the last token; leave measure_at out"
-    elif sweep.generate.writes_at != "prompt":
+    if goes_on(sweep) and sweep.position(sweep.measure_at) != -1:
+        yield "generate and tokens: sum go on from the last token; leave measure_at out"
+    elif sweep.generate and sweep.generate.writes_at != "prompt":
         for number, write in enumerate(sweep.writes):
             if not repeatable(write):
                 yield (

@@ -35,6 +35,9 @@ GUARDED = ("recovery", "cosine")
 TEXTS = ("contains",)
 """Kinds that read the generated text."""
 
+SUMMED = ("log_prob", "prob", "cross_entropy")
+"""Kinds that are defined for answers of several tokens."""
+
 NO_LENS = ("cosine", "contains", "recovery", "attribution")
 """Kinds that read no logits of their own."""
 
@@ -95,6 +98,11 @@ class Measure(Strict):
     answers: list[str] | None = Field(
         None, description="[target, foil]; of prob and log_prob a set, summed", min_length=2
     )
+    tokens: Literal["one", "sum"] = Field(
+        "one",
+        description="answers of several tokens: refused, or their log-probabilities summed, each "
+        "after those before it (log_prob, prob and cross_entropy of one answer)",
+    )
     of: str | None = Field(None, description="the measure that is recovered or estimated")
     min_gap: float = Field(0.1, gt=0, description="smallest clean-to-donor gap of `of` that counts")
     k: Annotated[int, Field(strict=True, ge=1, le=100)] | None = Field(
@@ -116,6 +124,10 @@ class Measure(Strict):
             raise ValueError(f"kind {self.kind} needs '{"' or '".join(allowed)}'")
         if self.kind == "logit_diff" and len(self.answers or []) != 2:
             raise ValueError("kind logit_diff needs two answers, [target, foil]")
+        if self.tokens == "sum" and (self.kind not in SUMMED or self.answers or self.lens):
+            raise ValueError(
+                f"tokens: sum is for {', '.join(SUMMED)} of one answer, without a lens"
+            )
         if self.lens and self.kind in NO_LENS:
             raise ValueError(f"kind {self.kind} takes no lens")
         return self
@@ -123,7 +135,13 @@ class Measure(Strict):
 
 def recoverable(measure: Measure) -> bool:
     """Whether a measure is one number of a run alone, whose recovery can be asked for."""
-    return measure.kind not in (*AGAINST_CLEAN, *TEXTS, "top_k") and measure.lens is None
+    alone = measure.lens is None and measure.tokens == "one"
+    return measure.kind not in (*AGAINST_CLEAN, *TEXTS, "top_k") and alone
+
+
+def needs_one_token(measure: Measure) -> bool:
+    """Whether the answers of a measure must be single tokens."""
+    return measure.tokens == "one" and measure.kind not in TEXTS
 
 
 def smooth(measure: Measure) -> bool:

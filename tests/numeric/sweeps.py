@@ -326,6 +326,35 @@ def generation_sweeps() -> dict[str, Sweep]:
     }
 
 
+WHOLE_ANSWERS = {
+    "kl": {"kind": "kl"},
+    "first": {"kind": "log_prob", "answer": "foil"},
+    "whole": {"kind": "log_prob", "answer": "target", "tokens": "sum"},
+    "loss": {"kind": "cross_entropy", "answer": "foil", "tokens": "sum"},
+    "long": {"kind": "prob", "answer": "long", "tokens": "sum"},
+}
+
+
+def answered(axes: Any, *writes: Any, **more: Any) -> Sweep:
+    """Answers of one and of several tokens; the donor's first prompt is one of them."""
+    prompts = {"file": "unused", "text": "base", "donor": "source"}
+    answers = {"target": "source_word", "foil": "base_answer", "long": "word"}
+    how = {"measures": WHOLE_ANSWERS, "prompts": prompts | {"answers": answers}} | more
+    return sweep_of(axes=axes, writes=list(writes), **how)
+
+
+def answer_sweeps() -> dict[str, Sweep]:
+    """Sweeps with answers of several tokens."""
+    return {
+        "patched": answered(
+            {"layer": "all", "position": PLACES}, RESID | {"position": "$position", "set": "donor"}
+        ),
+        "steered": answered(LAYER, STEERED, RESID | {"site": "mlp_out", "set": 0.0}),
+        "generated": answered(LAYER, STEERED, generate={"max_new_tokens": 3}),
+        "without writes": answered({}),
+    }
+
+
 def estimate_sweeps() -> dict[str, Sweep]:
     """Sweeps of attribution patching."""
     noisy = {"prompt": "text", "writes": [CORRUPTED]}

@@ -17,6 +17,7 @@ from harness import (
     whole_logits,
 )
 from sweeps import (
+    answer_sweeps,
     attention_sweeps,
     estimate_sweeps,
     exact_sweeps,
@@ -271,6 +272,26 @@ def test_generation(prepared, family, name):
         assert largest_difference(expected, found) < TOLERANCE
     ids = {tuple(v[f"generated.{i}"] for i in range(5)) for v in expected.values()}
     assert len(ids) > 1
+
+
+@pytest.mark.parametrize("name", answer_sweeps())
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "opt", "falcon", "phi"])
+def test_answers_of_several_tokens(prepared, family, name):
+    sweep = answer_sweeps()[name]
+    model, local, reference, rows = prepared(family, sweep)
+    assert {len(ids) for row in rows for ids in row.answers.values()} > {1}
+    assert any(len(row.answers["long"]) > 1 for row in rows if row.reason is None)
+    expected = run(reference, sweep, model, rows, batch_rows=PAIR)
+    for recompute in ("exact", "fast"):
+        found = run(local, sweep, model, rows, recompute=recompute)
+        assert largest_difference(expected, found) < TOLERANCE
+
+
+def test_a_whole_answer_does_not_fit_a_sliding_window(prepared):
+    sweep = answer_sweeps()["without writes"]
+    model, *_, rows = prepared("mistral", sweep)
+    with pytest.raises(UserError, match="sliding window of 6 tokens"):
+        plan_of(sweep, model, rows)
 
 
 @pytest.mark.parametrize("kind", ["local", "reference"])

@@ -81,6 +81,8 @@ class ReferenceEngine:
             if one["kind"] == "attribution"
             else self._generated(chunk, block, one, edits)
             if one["kind"] == "generate"
+            else self._summed(block, one, at_prompt)
+            if one.get("tokens") == "sum"
             else self._column(chunk, one, changed, clean, donor, answers)
             for one in chunk["measures"]
         ]
@@ -271,6 +273,20 @@ class ReferenceEngine:
                 ended[row] = ended[row] or token in chunk["model"]["shape"]["eos"]
                 ids[row].append(token)
         return found.flatten(1)
+
+    def _summed(self, block: Plain, spec: Plain, hooks: list[Hook]) -> Tensor:
+        """A measure of whole answers: (rows, 1); one full pass over prompt and answer."""
+        answers, width = block["answer_ids"][spec["answer"]], len(block["ids"][0])
+        longest = max(map(len, answers))
+        pairs = zip(block["ids"], answers, strict=True)
+        ids = [[*row, *(answer + [0] * longest)[: longest - 1]] for row, answer in pairs]
+        logs = self._forward(ids, hooks)[0].float().log_softmax(-1)
+        found = [
+            sum(logs[row, width - 1 + k, token] for k, token in enumerate(answer))
+            for row, answer in enumerate(answers)
+        ]
+        total = torch.stack([torch.as_tensor(one) for one in found])[:, None]
+        return {"prob": total.exp(), "cross_entropy": -total}.get(spec["kind"], total)
 
     def _grown(self, block: Plain, edit: Plain, spec: Plain, step: int) -> tuple[Plain, Plain]:
         """Block and edit with the tokens, of the prompt and of those generated, that it writes."""
