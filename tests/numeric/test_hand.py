@@ -560,6 +560,10 @@ def test_path_from_a_head_to_the_logits(by_hand, where, frozen):
             assert abs(found[(), row.name]["logit"] - expected) < TOLERANCE
 
 
+def test_the_logits_of_a_path(by_hand):
+    by_hand.check(*path_case(at("logits"), "all", **at("z", 1, head=2)))
+
+
 RECEIVERS = {"q": 3, "k": 1, "v": 0, "z": 2}
 
 
@@ -674,6 +678,11 @@ def cosines(reads):
 @pytest.mark.parametrize("name", LENSED)
 def test_cosines(by_hand, name):
     by_hand.check(*case(*LENSED[name], measures=cosines(READS)))
+
+
+@pytest.mark.parametrize("name", LENSED)
+def test_cosines_of_heads(by_hand, name):
+    by_hand.check(*case(*LENSED[name], measures=cosines(HEAD_READS)))
 
 
 # --- estimates --------------------------------------------------------------------------------
@@ -877,6 +886,17 @@ def test_a_key_behind_its_query_has_nothing_to_lose(go, tiny_model, family):
         both, one = found[(layer, head, keys), row], found[(layer, head, "start"), row]
         assert all(abs(both[name] - one[name]) < 1e-5 for name in FEW)
     assert max(values["kl"] for values in found.values()) > 1e-4
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("site", ["attn_scores", "pattern"])
+def test_edges_that_no_query_sees_change_nothing(go, tiny_model, site, recompute):
+    model = tiny_model("llama", attention="eager")
+    write = {"knockout": True} if site == "attn_scores" else {"set": 0.5}
+    document, _ = case(
+        edge(site, "second", keys="last", **write), axes=EDGE, positions=TOKENS, measures=FEW
+    )
+    assert changed(go, model, document, recompute) < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
