@@ -999,11 +999,10 @@ def test_estimates_in_the_real_model(by_hand):
 
 def test_estimates_follow_the_measured_changes(by_hand, repository, opened, real_model, tokenizer):
     """Heads of the last layers: what patching does, and what its gradient said it would do."""
-    document = jobs.read_sweep(repository / "config/sweeps/ioi_heads.yaml").model_dump()
-    estimate = {"kind": "attribution", "of": "logit_diff"}
-    measures = {"logit_diff": DIFF, "estimate": estimate}
+    file = repository / "config/sweeps/ioi_attribution.yaml"
+    document = jobs.read_sweep(file).model_dump()
     axes = {"layer": list(range(22, 27)), "head": "all"}
-    sweep = Sweep.model_validate(document | {"measures": measures, "axes": axes})
+    sweep = Sweep.model_validate(document | {"axes": axes})
     rows = prepare_rows(sweep, repository / sweep.prompts.file, tokenizer, 0)[:8]
     engine = opened("local", real_model)
     found = run(engine, sweep, real_model, rows)
