@@ -558,6 +558,24 @@ def test_a_value_that_differs_fails_the_run(flow: Flow, tmp_path: Path) -> None:
     assert "largest distance 0.01 (gap); first: different at point" in line
 
 
+def test_text_and_whole_answers_give_the_same_bits(
+    remote: NdifEngine, local: Any, tiny: Plain, tokenizer: Any, tmp_path: Path
+) -> None:
+    steer = STREAM | {"add": {"vector": {"unit": 3}, "scale": 8.0}}
+    measures = {
+        "whole": {"kind": "log_prob", "answer": "target", "tokens": "sum"},
+        "says": {"kind": "contains", "answer": "foil"},
+    }
+    how = {"max_new_tokens": 4, "writes_at": "all"}
+    axes: Plain = {}
+    chunk = chunk_of(
+        tiny, tokenizer, tmp_path, axes=axes, writes=[steer], measures=measures, generate=how
+    )
+    ours, theirs = local.run(chunk, quiet), remote.run(chunk, quiet)
+    assert np.array_equal(bits(ours.values), bits(theirs.values))
+    assert ours.values.shape[1] == 1 + 3 * 4
+
+
 # --- gradients ------------------------------------------------------------------------------------
 
 

@@ -452,7 +452,7 @@ def test_an_explanation_shows_pairs_as_tokens(tmp_path, align, shown):
 def test_the_positions_of_the_manual_are_allowed(repository):
     text = (repository / "config" / "README.md").read_text(encoding="utf-8")
     blocks = [yaml.safe_load(b) for b in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
-    found = {name: spec for block in blocks for name, spec in block["positions"].items()}
+    found = {name: spec for b in blocks for name, spec in b.get("positions", {}).items()}
     prompts = document()["prompts"] | {"chat": True}
     sweep = parse(Sweep, document(positions=found, prompts=prompts), "config/README.md")
     forms = {spec.form for spec in sweep.positions.values() if isinstance(spec, Tokens)}

@@ -3,14 +3,17 @@
 import itertools
 import json
 import math
+import re
 from decimal import Decimal
 
 import pytest
+import yaml
 from examples import document, setting, sweep_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from nnsweep.documents import parse
 from nnsweep.errors import UserError
 from nnsweep.grid import axis_values, expand
 from nnsweep.measures import REGISTRY
@@ -415,3 +418,41 @@ def test_vocabularies_agree_between_rooms():
 def test_the_document_survives_its_own_dump():
     sweep = heads_of(axes={"layer": {"range": [0, 4]}, "position": ["last"], "value": [0.5]})
     assert Sweep.model_validate(sweep.model_dump(mode="json")) == sweep
+
+
+# --- the manual -------------------------------------------------------------------------------
+
+
+def test_the_writes_and_measures_of_the_manual_are_allowed(repository):
+    """Every example of the manual, each in a document that has what it refers to."""
+    text = (repository / "config" / "README.md").read_text(encoding="utf-8")
+    blocks = [yaml.safe_load(b) for b in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    mine = [block for block in blocks if {"writes", "measures"} & block.keys()]
+    assert {"runs", "generate"} <= {key for block in mine for key in block}
+    for block in mine:
+        used = set(re.findall(r"\$([a-z]+)", json.dumps(block)))
+        change = {"axes": {name: [1] for name in used}} | block
+        measures = block.get("measures", {})
+        change["measures"] = measures | {"logit_diff": document()["measures"]["logit_diff"]}
+        if "generate" not in block and "writes" not in block:
+            change |= {"writes": [HEAD | {"layer": 1, "head": 1, "position": "last", "set": 0.0}]}
+        document_of = document(**change)
+        if not used and "writes" not in block:
+            document_of["writes"] = [{"site": "embed", "position": "last", "set": 0.0}]
+        assert parse(Sweep, document_of, "config/README.md")
+
+
+def test_the_table_of_writes_of_the_manual_is_allowed(repository):
+    text = (repository / "config" / "README.md").read_text(encoding="utf-8")
+    table = text.split("### Writes")[1].split("**Attention.**")[0]
+    written = [
+        yaml.safe_load(code) for code in re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    ]
+    assert len(written) > 12
+    for operation in written:
+        used = set(re.findall(r"\$([a-z]+)", json.dumps(operation)))
+        place = {"site": "resid_post", "layer": 1, "position": "last"}
+        if "knockout" in operation:
+            place |= {"site": "attn_scores", "head": 1, "keys": "subject"}
+        axes = {name: [1] for name in used}
+        assert parse(Sweep, document(axes=axes, writes=[place | operation]), "config/README.md")
