@@ -64,6 +64,14 @@ def split_pass(chunk: Plain) -> list[Plain]:
     ]
 
 
+def halves_of(part: Plain) -> list[Plain]:
+    """Two smaller parts, or none when the part is a single point."""
+    count = len(pass_ids(part))
+    if count > 1:
+        return split_chunk(part, (count + 1) // 2)
+    return split_pass(part)
+
+
 def _slots(item: Plain, kept: Sequence[int]) -> Plain:
     edits = [e | {"slot": e["slot"] - kept[0]} for e in item["edits"] if e["slot"] in kept]
     points, resumes = ([item[name][slot] for slot in kept] for name in ("points", "resumes"))

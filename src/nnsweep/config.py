@@ -69,7 +69,10 @@ class Config(Strict):
     threads: Count = Field(
         2, description="CPU threads of one chunk job; part of the last bits, so it never follows -c"
     )
-    batch_rows: Count = Field(256, description="most prompt rows in one model call")
+    batch_rows: Count = Field(
+        256,
+        description="most prompt rows in one model call; a session that does not fit into memory is halved",
+    )
     recompute: Literal["fast", "exact"] = Field(
         "fast",
         description="`fast` takes the tokens before a write from the clean run's keys and values; "

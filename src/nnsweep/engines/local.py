@@ -1,5 +1,6 @@
 """Engine `local`: one nnsight session on this machine."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,10 +8,14 @@ from typing import Any
 import torch
 
 from nnsweep import kernel
+from nnsweep.chunks import halves_of, keys_of, pass_ids
 from nnsweep.engines import Result
 from nnsweep.engines.machine import pick_device, served, versions
+from nnsweep.errors import NnsweepError
 from nnsweep.measures import functions
 from nnsweep.models import open_model
+
+logger = logging.getLogger(__name__)
 
 
 class LocalEngine:
@@ -38,7 +43,7 @@ class LocalEngine:
         """Run one chunk as one session."""
         began = time.perf_counter()
         with torch.no_grad():
-            values = _session(self.model, chunk, functions(), report)
+            values = self._values(chunk, report)
         seconds = time.perf_counter() - began
         facts = served(self.model._module) | {
             "device": self.device,
@@ -48,6 +53,41 @@ class LocalEngine:
             "seconds_run": seconds,
         }
         return Result(values, facts, [])
+
+    def _values(self, chunk: Mapping[str, Any], report: Callable[[str], None]) -> torch.Tensor:
+        """All values of a chunk; what does not fit into memory runs as two halves.
+
+        Raises:
+            NnsweepError: one point alone does not fit.
+        """
+        found: dict[tuple[str, str], torch.Tensor] = {}
+        waiting = [dict(chunk)]
+        while waiting:
+            part = waiting.pop(0)
+            values = self._fitting(part, report)
+            if values is None:
+                halves = halves_of(part)
+                if not halves:
+                    raise NnsweepError(
+                        f"one point on {len(part['blocks'][0]['ids'])} rows does not fit into the "
+                        f"memory of {self.device}. Set a smaller batch_rows."
+                    )
+                logger.warning("out of memory: %d passes run as two halves", len(pass_ids(part)))
+                waiting = halves + waiting
+            else:
+                found |= dict(zip(keys_of(part), values, strict=True))
+        return torch.stack([found[key] for key in keys_of(dict(chunk))])
+
+    def _fitting(
+        self, part: Mapping[str, Any], report: Callable[[str], None]
+    ) -> torch.Tensor | None:
+        """The values of one session, or None where memory is too small for it."""
+        try:
+            return _session(self.model, part, functions(), report)
+        except torch.OutOfMemoryError:
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
+            return None
 
 
 def _session(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tenacity
 
-from nnsweep.chunks import columns, keys_of, pass_ids, split_chunk, split_pass
+from nnsweep.chunks import columns, halves_of, keys_of, pass_ids, split_chunk
 from nnsweep.errors import NnsweepError
 from nnsweep.ndif import transport
 from nnsweep.ndif.transport import (
@@ -81,7 +81,7 @@ class Sessions:
                 waiting = self._smaller(part, error) + waiting
             except BadSession as error:
                 self._check_canary(part, error)
-                halves = _halves(part)
+                halves = halves_of(part)
                 if not halves:
                     done |= {key: str(error) for key in keys_of(part)}
                     self.report(f"a point failed on the server: {error}")
@@ -92,7 +92,7 @@ class Sessions:
         return done
 
     def _smaller(self, part: Plain, error: TooLong) -> list[Plain]:
-        halves = _halves(part)
+        halves = halves_of(part)
         if not halves:
             self._forget(part)
             raise NnsweepError(f"one point alone is too much for the server: {error}")
@@ -253,14 +253,6 @@ def unpack(content: bytes) -> np.ndarray:
     if not isinstance(values, torch.Tensor):
         raise Transient("the result holds no values")
     return values.numpy().astype(np.float32, copy=False)
-
-
-def _halves(part: Plain) -> list[Plain]:
-    """Two smaller parts, or none when the part is a single point."""
-    count = len(pass_ids(part))
-    if count > 1:
-        return split_chunk(part, (count + 1) // 2)
-    return split_pass(part)
 
 
 def canary(part: Plain) -> Plain:
