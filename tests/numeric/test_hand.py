@@ -784,7 +784,7 @@ ALL_SITES = (
 def drawn_write(rng):
     """Some write at some place."""
     site = rng.choice(ALL_SITES)
-    layer = None if site in ("embed", "ln_final") else rng.randrange(LAYERS)
+    layer = None if site in ("embed", "ln_final") else rng.choice([*range(LAYERS), "$layer"])
     more = {}
     if site in ("q", "z", "k", "v"):
         heads = range(4 if site in "qz" else 2)
@@ -806,7 +806,17 @@ def drawn_write(rng):
 def test_any_writes_at_once(by_hand, seed):
     rng = random.Random(seed)
     writes = [drawn_write(rng) for _ in range(rng.randint(2, 5))]
-    document, _ = case(*writes, positions=TOKENS, measure_at=rng.choice(["last", "second"]))
+    swept = any(write.get("layer") == "$layer" for write in writes)
+    document, _ = case(
+        *writes,
+        axes={"layer": [0, 2, 3]} if swept else {},
+        positions=TOKENS,
+        measure_at=rng.choice(["last", "second"]),
+        measures=MANY
+        | {"lens": {"kind": "kl", "lens": {"site": "resid_mid", "position": "subject"}}}
+        | {"cosine": {"kind": "cosine", "read": {"site": "mlp_post", "layer": 2}}}
+        | {"estimate": {"kind": "attribution", "of": "logit"}},
+    )
     by_hand.check(document, EQUAL)
 
 
