@@ -71,7 +71,7 @@ class Config(Strict):
     )
     batch_rows: Count = Field(
         256,
-        description="most prompt rows in one model call; a session that does not fit into memory is halved",
+        description="most prompt rows in one model call; what does not fit into memory is halved",
     )
     recompute: Literal["fast", "exact"] = Field(
         "fast",

@@ -21,7 +21,12 @@ def cannot_move(edit: Plain, row: PromptRow, watched: Iterable[str], layers: int
     if 0 in (operand.get("scale"), operand.get("std"), operand.get("weight")):
         return True
     base = tokens_of(row, edit["position"], False)
-    if _puts_back(edit) and _same_prefix(row, base, tokens_of(row, edit["position"], True)):
+    averaged = edit["position"] != "@all" and row.positions[edit["position"]].align == "mean"
+    if (
+        _puts_back(edit)
+        and not averaged
+        and _same_prefix(row, base, tokens_of(row, edit["position"], True))
+    ):
         return True
     layer, rank = edit["tap"]["order"]
     # From the scores of the last layer on, no token reads another one any more.

@@ -369,7 +369,7 @@ def trace_run(model, tools, job, block, state, found):
             lens_columns(model, tools, job, state, found)
         if job["caching"]:
             found["cache"] = model.output.past_key_values
-        if shape["head"] and block and not job["caching"] and not on_logits(job["edits"]):
+        if shape["head"] and block and not needs_logits(job):
             head = module_at(model, shape["head"])
             hidden = pick(head.input, job["at"], job["width"])
             found["logits"] = unembed(head, hidden, shape["vocab"], job["rows"])
@@ -386,6 +386,14 @@ def trace_run(model, tools, job, block, state, found):
                     first = job["width"] - logits.shape[1]
                     found["captures"][step[0]] = gather(logits, step[2], first)
             found["logits"] = pick(logits, job["at"], job["width"]).float()
+
+
+def needs_logits(job):
+    """Whether the model's own output is read, not only the rows that are measured."""
+    captured = any(
+        kind == "capture" and step[1]["side"] == "logits" for _, kind, step in job["steps"]
+    )
+    return job["caching"] or captured or on_logits(job["edits"])
 
 
 def on_logits(edits):
@@ -410,7 +418,8 @@ def act(model, shape, job, order, kind, step, block, state, found):
         tokens = torch.tensor(wanted["at"]).repeat(rows // job["rows"]) - job["start"]
         seen = read(model, wanted["tap"], rows)
         # Tokens before the first one computed are clean; they are put in afterwards.
-        found["reads"][step] = seen[torch.arange(rows), tokens.clamp_min(0)].clone()
+        read_there = seen[torch.arange(rows), tokens.clamp_min(0)]
+        found["reads"][step] = read_there[:, part_of(wanted["tap"])].clone()
     elif kind == "edit" and not on_logits(step):
         rewrite(model, step, block, state, job["start"], rows, found)
 
@@ -591,12 +600,13 @@ def patched(edit, block, state):
     counts = [len(tokens) for tokens in theirs["donor" if operand["kind"] == "donor" else "base"]]
     ours = block["positions"][edit["position"]][edit.get("written", "base")]
     parts = zip(found.split(counts), ours, strict=True)
-    return torch.cat([matched(part, len(tokens), theirs["mean"]) for part, tokens in parts])
+    mean = theirs["mean"] and operand["kind"] == "donor"
+    return torch.cat([matched(part, len(tokens), mean) for part, tokens in parts])
 
 
 def matched(part, count, mean):
     """The tokens of one row (theirs, width) as (count, width): each, repeated, or their mean."""
-    if mean and len(part) != count:
+    if mean:
         part = part.float().mean(0, keepdim=True).to(part.dtype)
     return part.expand(count, -1)
 
@@ -892,7 +902,7 @@ def indices(where, block, side):
         for key in keys[row]
         if key <= token
     ]
-    return tuple(torch.tensor(list(column)) for column in zip(*found, strict=True))
+    return tuple(torch.tensor(found, dtype=torch.long).reshape(-1, 3).T)
 
 
 def pairs(places):

@@ -47,7 +47,8 @@ class Tokens(Strict):
     )
     align: Literal["first", "last", "mean"] | None = Field(
         None,
-        description="how tokens meet the donor's where these are more or fewer; null refuses them",
+        description="how tokens meet a donor that has more or fewer there: from the first, from "
+        "the last, or each from the mean over the donor's; null refuses it",
     )
 
     @field_validator("occurrence")

@@ -69,10 +69,7 @@ class Row:
         return found[cut[spec.get("token", "all")]]
 
     def pairs(self, position: Any, align: str | None = None) -> list[tuple[int, list[int]]]:
-        """Every token of the prompt with the donor's tokens whose mean it meets.
-
-        Tokens meet by an alignment only where they are more or fewer than the donor's.
-        """
+        """Every token of the prompt with the donor's tokens whose mean it meets."""
         spec = self.declared[position] if isinstance(position, str) else position
         own = spec.get("align") if isinstance(spec, dict) else None
         align = own or align
@@ -82,9 +79,9 @@ class Row:
             found = [pair for member in members for pair in self.pairs(member, align)]
             return sorted({base: (base, donor) for base, donor in found}.values())
         ours, theirs = self.tokens(position, BASE), self.tokens(position, DONOR)
-        if align == "mean" and len(ours) != len(theirs):
+        if align == "mean":
             return [(token, theirs) for token in ours]
-        if align in (None, "mean"):
+        if align is None:
             return [(a, [b]) for a, b in zip(ours, theirs, strict=True)]
         count = min(len(ours), len(theirs))
         cut = slice(count) if align == "first" else slice(-count, None)

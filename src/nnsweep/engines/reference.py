@@ -205,11 +205,10 @@ class ReferenceEngine:
             return lambda old, row, ij: whole[
                 row, :, places[theirs][row][ij[0]], keys[theirs][row][ij[1]]
             ]
-        ours = block["positions"][edit["position"]][side]
 
         def patched(old: Tensor, row: int, k: int) -> Tensor:
             tokens = places[theirs][row]
-            if places["mean"] and len(tokens) != len(ours[row]):
+            if places["mean"] and theirs == "donor":
                 return whole[row, tokens].float().mean(0)
             return whole[row, tokens[k if len(tokens) > 1 else 0]]
 
