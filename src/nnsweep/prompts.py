@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from nnsweep.chat import Template, answer_join, chat_of, template_of
 from nnsweep.errors import UserError
 from nnsweep.positions import Encoded, Place, Sides, place_of
-from nnsweep.sweep import Sweep, named_positions, uses_donor
+from nnsweep.sweep import Sweep, donor_positions, named_positions, uses_donor
 from nnsweep.sweep_measures import needs_one_token
 from nnsweep.sweep_positions import Tokens
 from nnsweep.tables import digest
@@ -230,8 +230,11 @@ def _row(
     reason = _bad_text(base, tokenizer, context) or reason
     if donor is not None and uses_donor(sweep):
         reason = reason or _prefixed("donor", _bad_text(donor, tokenizer, context))
-    sides = Sides(sweep, record, base, donor if uses_donor(sweep) else None)
-    places = {name: place_of(sides, name) for name in used_positions(sweep)}
+    paired = donor_positions(sweep)
+    places = {
+        name: place_of(Sides(sweep, record, base, donor if name in paired else None), name)
+        for name in used_positions(sweep)
+    }
     return PromptRow(
         row_id=record.get(prompts.row_id) or f"row{number:05d}",
         text=base.text,

@@ -7,7 +7,7 @@ here knows a tokenizer or a tensor: positions are names, layers and heads are in
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ from nnsweep.errors import UserError
 from nnsweep.sweep_measures import TEXTS, Measure, recoverable, smooth
 from nnsweep.sweep_positions import BUILT_IN_POSITIONS, FORMS, Position, Tokens
 from nnsweep.sweep_words import NAME, PROMPTS, Name, Scalar
-from nnsweep.sweep_writes import Run, VectorFile, Write, leaves, repeatable, roles
+from nnsweep.sweep_writes import Run, VectorFile, Write, leaves, places_of, repeatable, roles
 
 GENERATED = ("generated", "text")
 """Columns of values.parquet that hold what was generated: tokens, and their text."""
@@ -204,6 +204,26 @@ def uses_donor(sweep: Sweep) -> bool:
         or any(run.prompt == "donor" for run in sweep.runs.values())
         or any(m.kind == "recovery" or (m.read and m.against == "donor") for m in measures)
     )
+
+
+def donor_positions(sweep: Sweep) -> set[str]:
+    """Positions whose tokens in the donor are read; only those must be there, and correspond."""
+    if not uses_donor(sweep):
+        return set()
+    donors = {"donor"} | {name for name, run in sweep.runs.items() if run.prompt == "donor"}
+    reading = [write for write in all_writes(sweep) if roles(write) & donors]
+    reading += [w for run in sweep.runs.values() if run.prompt == "donor" for w in run.writes]
+    named = {name for write in reading for name in places_of(write)}
+    return named_values(sweep, named) | set(watched_positions(sweep))
+
+
+def named_values(sweep: Sweep, names: Iterable[str]) -> set[str]:
+    """Names with every `$axis` in the place of which its values stand."""
+    found: set[str] = set()
+    for name in names:
+        axis = sweep.axes[name[1:]] if name.startswith("$") else [name]
+        found |= {str(value) for value in axis} if isinstance(axis, list) else set()
+    return found
 
 
 def vector_files(sweep: Sweep) -> list[str]:

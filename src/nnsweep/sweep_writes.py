@@ -190,6 +190,12 @@ def patches(write: Write) -> list[Patch]:
     return [source for source in found if isinstance(source, Patch)]
 
 
+def places_of(write: Write) -> list[str]:
+    """Positions, or `$axis`, that a write names."""
+    named = [write.position, write.keys, *(patch.position for patch in patches(write))]
+    return [name for name in named if name is not None]
+
+
 def roles(write: Write) -> set[str]:
     """Which prompts or runs a write reads: `text`, `donor` or names of runs."""
     found = {patch.patch for patch in patches(write)}

@@ -458,3 +458,21 @@ def test_the_positions_of_the_manual_are_allowed(repository):
     forms = {spec.form for spec in sweep.positions.values() if isinstance(spec, Tokens)}
     assert forms == set(FORMS)
     assert {list, int, str} <= {type(spec) for spec in sweep.positions.values()}
+
+
+# --- which positions need a partner -----------------------------------------------------------
+
+
+def test_only_positions_read_in_the_donor_need_a_partner_there(tmp_path):
+    """Tokens that are patched from the prompt's own run may have no counterpart in the donor."""
+    longer = RECORDS[0] | {"source": "Well then " + RECORDS[0]["source"]}
+    own = {"site": "mlp_out", "layer": 1, "position": "all", "set": {"patch": "text"}}
+    theirs = {"site": "mlp_out", "layer": 2, "position": "last", "set": "donor"}
+    sweep = sweep_of(axes={}, writes=[own, theirs], on_bad_row="exclude")
+    (row,) = rows_of(sweep, tmp_path, [longer])
+    assert row.positions["all"].reason is None
+    assert row.positions["all"].base == list(range(len(row.ids)))
+    assert len(row.donor_ids) != len(row.ids)
+    both = sweep_of(axes={}, writes=[own | {"set": "donor"}, theirs], on_bad_row="exclude")
+    (row,) = rows_of(both, tmp_path, [longer])
+    assert "prompt and donor have" in row.positions["all"].reason
