@@ -48,7 +48,8 @@ def find_leftovers(results: Path, sweeps: Path | None = None) -> list[Leftover]:
         found |= dict.fromkeys(folder.rglob(".*.part"), "half-written by a job that was killed")
         if (folder / "plan.json").exists():
             found |= dict(_unplanned(folder, _planned(read_json(folder / "plan.json"))))
-    return [Leftover(path, why, _size(path)) for path, why in sorted(found.items())]
+    whole = {path: why for path, why in sorted(found.items()) if not found.keys() & {*path.parents}}
+    return [Leftover(path, why, _size(path)) for path, why in whole.items()]
 
 
 def _configured(root: Path) -> Path:
@@ -73,20 +74,16 @@ def _planned(plan: dict[str, Any]) -> set[str]:
 def _unplanned(folder: Path, planned: set[str]) -> Iterator[tuple[Path, str]]:
     """Chunks, parts and journals of a sweep that its plan has no use for."""
     places = [folder / "chunks", *(folder / engine / "chunks" for engine in ENGINES)]
-    for path in (path for place in places for path in _visible(place)):
+    for path in (path for place in places for path in place.glob("*")):
         if path.suffix in (".json", ".parquet") and path.stem not in planned:
             yield path, "its chunk is not in the plan"
     for engine in ENGINES:
-        for path in _visible(folder / engine / "jobs"):
+        for path in (folder / engine / "jobs").glob("*"):
             part = folder / engine / "chunks" / path.name
             if path.name not in planned:
                 yield path, "its chunk is not in the plan"
             elif all(part.with_suffix(end).exists() for end in (".json", ".parquet")):
                 yield path, "its chunk is finished"
-
-
-def _visible(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("*") if not path.name.startswith(".")]
 
 
 def _size(path: Path) -> int:

@@ -86,6 +86,7 @@ def littered(tidy: Folder) -> tuple[Folder, set[Path], set[Path]]:
         plant(results / f"local/jobs/{done}/session.json").parent,
         plant(results.parent / "gone/plan.json").parent,
     }
+    plant(results / f"local/jobs/{done}/.session.npy.x3.part")
     kept = {
         plant(results / f"local/jobs/{waiting}/session.json"),
         plant(results / f"ndif/jobs/{done}/session.json"),
@@ -136,11 +137,12 @@ def test_the_sample_of_a_plan_is_no_leftover_and_that_of_an_earlier_one_is(tidy)
 
 
 def test_before_there_is_a_plan_only_half_written_files_are_leftovers(littered):
-    project, leftovers, _ = littered
+    project, *_ = littered
     (project.results / "plan.json").unlink()
     plant(project.results / "model.json")
     found = listed(project, gc(project))
-    assert found == {path for path in leftovers if path.suffix == ".part" or path.name == "gone"}
+    assert found == {*project.results.rglob(".*.part"), project / "results/gone"}
+    assert len(found) == 4
 
 
 def test_a_link_is_deleted_and_not_what_it_leads_to(tidy):
