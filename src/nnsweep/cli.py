@@ -181,6 +181,27 @@ def status(
         show_status(read_status(place), Console())
 
 
+@app.command()
+def gc(
+    results: Annotated[Path, typer.Argument(help="The folder of all results.")] = Path("results"),
+    sweeps: Annotated[
+        Path | None, typer.Option(help="Folder of the sweep files; without it, config.yaml's.")
+    ] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete what is listed.")] = False,
+) -> None:
+    """List what no sweep refers to any more: old chunks and parts, journals, half-written files."""
+    from nnsweep import leftovers
+
+    found = leftovers.find_leftovers(results, sweeps)
+    for line in leftovers.lines(found):
+        typer.echo(line)
+    if delete:
+        leftovers.delete(results, found)
+        typer.echo("Deleted.")
+    elif found:
+        typer.echo("Nothing was deleted; --delete deletes all of them.")
+
+
 @app.command(hidden=True)
 def schemas(
     root: Annotated[Path, typer.Argument(help="The project's root.")],

@@ -4,6 +4,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from nnsweep.tables import (
     part_schema,
     read_json,
     read_table,
+    tokens_type,
     values_schema,
     write_json,
     write_table,
@@ -111,7 +113,8 @@ def assemble(sweep: Sweep, results: Path, specs: Sequence[Plain], parts: pd.Data
     """Join parts to points and rows, in the sweep's order, excluded rows included."""
     points = read_table(results / "points.parquet").to_pandas(types_mapper=_nullable)
     rows = prompt_rows.from_table(read_table(results / "prompts.parquet"))
-    frame = points.merge(pd.DataFrame({"row_id": [r.row_id for r in rows]}), how="cross")
+    lines = pd.DataFrame({"row_id": [row.row_id for row in rows]})
+    frame = points.drop(columns=["writes", "inert_rows"]).merge(lines, how="cross")
     frame["row_key"] = [row.row_key for row in rows] * len(points)
     frame["excluded"] = _exclusions(sweep, points, rows)
     # A row that repeats another has its key, but none of its values.
@@ -129,6 +132,7 @@ def _published(
 ) -> pa.Table:
     """The columns of values.parquet; tokens get their texts, and texts their measures."""
     lists = {spec["name"]: LISTS[spec["kind"]] for spec in specs if spec["kind"] in LISTS}
+    found: dict[str, pa.Array] = {}
     if lists:
         from nnsweep.models import load_tokenizer
 
@@ -136,15 +140,19 @@ def _published(
         for spec in specs:
             if spec["kind"] in LISTS:
                 fields, numbers = LISTS[spec["kind"]], whole[columns([spec])]
-                whole[spec["name"]] = token_lists(numbers, fields, tokenizer.decode)
+                found[spec["name"]] = token_lists(numbers, fields, tokenizer.decode)
     if sweep.generate is not None:
-        whole["text"] = texts(whole[GENERATED[0]], tokenizer)
+        whole["text"] = texts(found[GENERATED[0]], tokenizer)
         answers = _answer_texts(sweep, results)
         for spec in (spec for spec in specs if spec["kind"] == "contains"):
             whole[spec["name"]] = contained(whole, answers[spec["answer"]])
     names = [spec["name"] for spec in specs]
     schema = values_schema(axis_kinds(sweep), names, lists, sweep.generate is not None)
-    return pa.Table.from_pandas(whole[schema.names], schema=schema, preserve_index=False)
+    plain = pa.schema([field for field in schema if field.name not in found])
+    table = pa.Table.from_pandas(whole[plain.names], schema=plain, preserve_index=False)
+    return pa.table(
+        [found[name] if name in found else table[name] for name in schema.names], schema=schema
+    )
 
 
 def _answer_texts(sweep: Sweep, results: Path) -> dict[str, dict[str, str]]:
@@ -157,27 +165,30 @@ def _answer_texts(sweep: Sweep, results: Path) -> dict[str, dict[str, str]]:
 
 def token_lists(
     frame: pd.DataFrame, fields: Sequence[str], decode: Callable[[list[int]], str]
-) -> list[Any]:
-    """Columns of numbers, all ids first, as one list of tokens a row."""
-    found: list[Any] = []
-    for line in frame.to_numpy(dtype=float, na_value=np.nan):
-        numbers = line.reshape(len(fields), -1).T
-        kept = [token for token in numbers if not np.isnan(token[0])]
-        tokens = [
-            {"token": decode([int(token[0])])} | dict(zip(fields, token, strict=True))
-            for token in kept
-        ]
-        found.append([token | {"id": int(token["id"])} for token in tokens] or None)
-    return found
+) -> pa.ListArray:
+    """Columns of numbers, all ids first, as one list of tokens a row; null where there are none."""
+    numbers = frame.to_numpy(dtype=np.float32, na_value=np.nan).reshape(len(frame), len(fields), -1)
+    kept = ~np.isnan(numbers[:, 0])
+    offsets = np.concatenate([[0], np.cumsum(kept.sum(axis=1))]).astype(np.int32)
+    flat = {name: numbers[:, place][kept] for place, name in enumerate(fields)}
+    ids, places = np.unique(flat["id"].astype(np.int32), return_inverse=True)
+    words = pa.array([decode([int(one)]) for one in ids], pa.string())
+    kind = tokens_type(fields)
+    found = {"id": pa.array(ids[places], pa.int32()), "token": words.take(pa.array(places))}
+    found |= {
+        name: pa.array(flat[name], pa.float32(), mask=np.isnan(flat[name])) for name in fields[1:]
+    }
+    members = list(kind.value_type)
+    tokens = pa.StructArray.from_arrays([found[one.name] for one in members], fields=members)
+    return pa.ListArray.from_arrays(offsets, tokens, kind, mask=pa.array(~kept.any(axis=1)))
 
 
-def texts(tokens: pd.Series, tokenizer: Any) -> list[str | None]:
+def texts(tokens: pa.ListArray, tokenizer: Any) -> list[str | None]:
     """What was generated, without end tokens."""
+    ids, ends = tokens.values.field("id").to_numpy(), tokens.offsets.to_numpy()
     return [
-        None
-        if found is None
-        else tokenizer.decode([token["id"] for token in found], skip_special_tokens=True)
-        for found in tokens
+        tokenizer.decode(ids[low:high].tolist(), skip_special_tokens=True) if high > low else None
+        for low, high in pairwise(ends)
     ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from nnsweep.errors import CheckFailed, UserError
 from nnsweep.measures import REGISTRY
@@ -168,12 +169,15 @@ def classify(a: pa.Table, b: pa.Table, kinds: Mapping[str, str], dtype: str) -> 
     )
     if not len(a) and not len(b):
         return schema.empty_table()
-    sides = [_keyed(table, list(kinds)) for table in (a, b)]
+    lists = [name for name in kinds if pa.types.is_list(a.schema.field(name).type)]
+    numbers = [name for name in kinds if name not in lists]
+    sides = [_keyed(table, numbers) for table in (a, b)]
     joined = sides[0].merge(sides[1], on=KEYS, how="outer", suffixes=("_a", "_b"), indicator=True)
     where = pd.concat([t.select([*KEYS, *axes]).to_pandas() for t in (a, b)]).drop_duplicates(KEYS)
     joined = joined.merge(where, on=KEYS, how="left", validate="one_to_one")
     asked = _asked(joined)
-    parts = [_values(asked, name, kind, dtype) for name, kind in kinds.items()]
+    ids = {name: [_ids(table[name]) for table in (a, b)] for name in lists}
+    parts = [_values(asked, name, kind, dtype, ids.get(name)) for name, kind in kinds.items()]
     frame = pd.concat(parts, ignore_index=True)
     return pa.Table.from_pandas(frame[schema.names], schema=schema, preserve_index=False)
 
@@ -184,7 +188,7 @@ def _keyed(table: pa.Table, measures: list[str]) -> pd.DataFrame:
     if len(doubled):
         point, row = doubled.iloc[0][KEYS]
         raise CheckFailed(f"parity: point {point} on row {row} stands twice in one table.")
-    return frame
+    return frame.assign(place=np.arange(len(frame)))
 
 
 def _asked(joined: pd.DataFrame) -> pd.DataFrame:
@@ -193,9 +197,16 @@ def _asked(joined: pd.DataFrame) -> pd.DataFrame:
     return joined[~out]
 
 
-def _values(joined: pd.DataFrame, name: str, kind: str, dtype: str) -> pd.DataFrame:
-    if kind in ("top_k", "generate"):
-        a, b = _first_difference(joined[f"{name}_a"], joined[f"{name}_b"])
+def _values(
+    joined: pd.DataFrame,
+    name: str,
+    kind: str,
+    dtype: str,
+    ids: Sequence[np.ndarray] | None,
+) -> pd.DataFrame:
+    """The lines of one measure; of a list of tokens, `ids` holds those of both tables."""
+    if ids is not None:
+        a, b = _first_difference(*(_at(ids[i], joined[f"place_{s}"]) for i, s in enumerate("ab")))
     else:
         a, b = (joined[f"{name}_{side}"].to_numpy(np.float32) for side in "ab")
     with np.errstate(invalid="ignore"):
@@ -206,22 +217,35 @@ def _values(joined: pd.DataFrame, name: str, kind: str, dtype: str) -> pd.DataFr
     return joined.assign(measure=name, a=a, b=b, distance=distance, ulps=ulps, **{"class": classes})
 
 
-def _first_difference(a: pd.Series, b: pd.Series) -> tuple[np.ndarray, np.ndarray]:
-    """Of two lists of tokens, the first ids that differ, or the first ids; NaN without a list."""
-    pairs = [(_ids(one), _ids(other)) for one, other in zip(a, b, strict=True)]
-    first = [
-        next(
-            (pair for pair in zip(*both, strict=False) if pair[0] != pair[1]),
-            (both[0][0], both[1][0]),
-        )
-        for both in pairs
-    ]
-    found = np.array(first, np.float32).reshape(-1, 2)
-    return np.ascontiguousarray(found[:, 0]), np.ascontiguousarray(found[:, 1])
+def _ids(column: pa.ChunkedArray) -> np.ndarray:
+    """The ids of lists of tokens, a line each, filled up with NaN."""
+    whole = column.combine_chunks()
+    counts = pc.fill_null(pc.list_value_length(whole), 0).to_numpy()
+    found = np.full((len(whole), max(1, counts.max(initial=0))), np.nan, np.float32)
+    there = np.arange(found.shape[1]) < counts[:, None]
+    found[there] = pc.struct_field(whole.flatten(), "id").to_numpy()
+    return found
 
 
-def _ids(tokens: Any) -> list[float]:
-    return [token["id"] for token in tokens] if isinstance(tokens, list | np.ndarray) else [np.nan]
+def _at(ids: np.ndarray, places: pd.Series) -> np.ndarray:
+    """The lines of some places; NaN where there is no such line."""
+    there = places.notna().to_numpy()
+    found = np.full((len(places), ids.shape[1]), np.nan, np.float32)
+    found[there] = ids[places[there].to_numpy(np.int64)]
+    return found
+
+
+def _first_difference(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of two lists of tokens, the first ids that differ, or the first ids; NaN without a list.
+
+    A list that ends before the other is compared as far as it goes.
+    """
+    width = min(a.shape[1], b.shape[1])
+    ours, theirs = a[:, :width], b[:, :width]
+    both = ~(np.isnan(ours) | np.isnan(theirs))
+    first = ((ours != theirs) & both).argmax(axis=1)
+    lines = np.arange(len(a))
+    return ours[lines, first], theirs[lines, first]
 
 
 def _classes(

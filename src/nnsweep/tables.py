@@ -143,7 +143,19 @@ def file_digest(path: Path) -> str:
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Write beside `path`, flush to disk and rename, so that no half-written file appears."""
+    """Write beside `path`, flush to disk and rename, so that no half-written file appears.
+
+    Raises:
+        NnsweepError: the file cannot be written, for want of room or of rights.
+    """
+    try:
+        _write_atomically(path, write)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise NnsweepError(f"{path}: could not be written ({why}). Mend that and run again.")
+
+
+def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
     os.close(handle)

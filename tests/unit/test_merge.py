@@ -4,6 +4,7 @@ import json
 import zlib
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -21,13 +22,14 @@ from nnsweep.chunks import keys_of
 from nnsweep.config import Config
 from nnsweep.engines import Result
 from nnsweep.errors import CheckFailed, NnsweepError, UserError
-from nnsweep.merge import assemble, merge_chunks, read_parts
+from nnsweep.merge import assemble, merge_chunks, read_parts, texts, token_lists
 from nnsweep.planned import Settings
 from nnsweep.sweep import axis_kinds
 from nnsweep.tables import (
     part_schema,
     read_json,
     read_table,
+    tokens_type,
     values_schema,
     write_json,
     write_table,
@@ -210,6 +212,45 @@ def test_the_run_record_counts(chain):
     # Row 7 is excluded at one of two positions, row 8 at both.
     assert run["values"] == {"ok": 33, "excluded": 9, "error": 0}
     assert all(control["holds"] for control in run["controls"].values())
+
+
+# --- lists of tokens --------------------------------------------------------------------------
+
+FIELDS = ("id", "log_prob", "entropy")
+
+
+def test_numbers_become_lists_of_tokens():
+    """Two tokens a row at most: a whole list, one that ends early, and none."""
+    lines = [[7, 8, -0.5, -1, 0.25, None], [9, None, -2, None, 0.5, None], [None] * 6]
+    frame = pd.DataFrame(lines).astype("Float32")
+    found = token_lists(frame, FIELDS, lambda ids: f"<{ids[0]}>")
+    assert found.type == tokens_type(FIELDS)
+    assert found.to_pylist() == [
+        [
+            {"id": 7, "token": "<7>", "log_prob": -0.5, "entropy": 0.25},
+            {"id": 8, "token": "<8>", "log_prob": -1.0, "entropy": None},
+        ],
+        [{"id": 9, "token": "<9>", "log_prob": -2.0, "entropy": 0.5}],
+        None,
+    ]
+
+
+def test_a_token_is_decoded_once_however_often_it_came():
+    asked = []
+    frame = pd.DataFrame([[3, 0.5], [3, 0.5], [4, 0.5]]).astype("Float32")
+    token_lists(frame, FIELDS[:2], lambda ids: asked.extend(ids) or "")
+    assert asked == [3, 4]
+
+
+def test_a_generated_text_is_its_tokens_and_none_is_none():
+    frame = pd.DataFrame([[3, 4, 0, 0], [5, None, 0, None], [None] * 4]).astype("Float32")
+    found = token_lists(frame, FIELDS[:2], str)
+
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens):
+            return f"{ids} {skip_special_tokens}"
+
+    assert texts(found, Tokenizer()) == ["[3, 4] True", "[5] True", None]
 
 
 # --- what is refused --------------------------------------------------------------------------

@@ -348,3 +348,33 @@ def test_the_command_names_a_table_that_is_not_there(folders: Any) -> None:
     done = CliRunner().invoke(app, ["parity", str(local), str(local / "none")])
     assert isinstance(done.exception, NnsweepError)
     assert "run.json: not readable" in str(done.exception)
+
+
+# --- lists of tokens --------------------------------------------------------------------------
+
+
+def listed(*lists: list[int] | None) -> pa.Table:
+    """One list of ids a point."""
+    size = len(lists)
+    fields = ("id", "log_prob")
+    schema = values_schema({}, ["top"], {"top": fields})
+    tokens = [ids and [{"id": one, "token": "", "log_prob": 0.0} for one in ids] for ids in lists]
+    names = [f"point{i}" for i in range(size)]
+    state = {"status": ["ok"] * size, "reason": [None] * size}
+    columns = {"point_id": names, "row_id": ["row"] * size} | state | {"top": tokens}
+    return pa.table(columns, schema=schema)
+
+
+def test_lists_are_compared_up_to_their_first_difference() -> None:
+    ours = listed([1, 2], [1, 2], [3, 4, 5], None, None, [6], [7])
+    theirs = listed([1, 2], [1, 9], [3], [5, 6], None, [8, 6])
+    found = classify(ours, theirs, {"top": "top_k"}, "float32").sort_by("point_id").to_pylist()
+    assert [(line["a"], line["b"], line["class"]) for line in found] == [
+        (1, 1, "identical"),
+        (2, 9, "different"),
+        (3, 3, "identical"),
+        (None, 5, "different"),
+        (None, None, "nonfinite"),
+        (6, 8, "different"),
+        (7, None, "missing"),
+    ]

@@ -96,3 +96,14 @@ def test_mistakes_are_one_line(finished, words, said):
     assert done.code == 2
     assert len(done.out.strip().splitlines()) == 1
     assert said in done.out
+
+
+def test_gc_leaves_a_finished_run_finished(copied):
+    """Whatever the plan needs stays, Snakemake's own files included."""
+    earlier = copied.results / "chunks/0123456789abcdef.json"
+    earlier.write_text("{}")
+    done = nnsweep(copied, "gc", "--delete")
+    assert done.code == 0, done.out
+    assert "in 1 leftovers" in done.out
+    assert not earlier.exists()
+    assert copied.run().idle

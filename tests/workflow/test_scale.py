@@ -1,9 +1,12 @@
-"""More than ten thousand points: planned and dry-run in seconds, in a few hundred jobs at most."""
+"""Thousands of points: planned and dry-run in seconds, in a few hundred jobs, in little memory."""
+
+import re
+import sys
 
 import yaml
 
 from tiny import save_tiny
-from workflow.project import ROOT, copy_workflow
+from workflow.project import ROOT, command, copy_workflow
 
 NAME_LIMIT = 255
 
@@ -39,3 +42,14 @@ def test_ten_thousand_points_are_few_jobs(tokenizer, tmp_path):
     assert len(names) > 40
     assert max(len(part) for name in names for part in name.split("/")) < NAME_LIMIT
     assert max(map(len, names)) < NAME_LIMIT
+
+
+MERGE_MB = 2 * 236
+"""Twice what merging 2,000 points on 50 rows was seen to take (see docs/scale.md)."""
+
+
+def test_merging_a_hundred_thousand_values_stays_in_little_memory(real_model):
+    done = command(sys.executable, "bench/scale.py", "--points", "2000", "--jobs-of", "0", cwd=ROOT)
+    assert done.code == 0, done.out
+    (peak,) = re.findall(r"^\| merge \| [\d.]+ \| (\d+) MB \|$", done.out, re.MULTILINE)
+    assert int(peak) < MERGE_MB
