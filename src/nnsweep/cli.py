@@ -2,13 +2,15 @@
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from nnsweep import __version__
-from nnsweep.errors import NnsweepError
+from nnsweep.errors import NnsweepError, UserError
 from nnsweep.ndif.cli import app as ndif_app
 
 app = typer.Typer(
@@ -53,10 +55,20 @@ def validate(file: SweepFile) -> None:
     from nnsweep.prompts import columns_of, read_records
 
     sweep = jobs.read_sweep(file)
-    check_axes(sweep)
+    with _about(file):
+        check_axes(sweep)
     records = read_records(Path(sweep.prompts.file), columns_of(sweep, set()))
     axes = ", ".join(f"{name}: {_size(axis)}" for name, axis in sweep.axes.items()) or "none"
     typer.echo(f"{file}: valid. Prompt rows: {len(records)}. Axes: {axes}.")
+
+
+@contextmanager
+def _about(file: Path) -> Iterator[None]:
+    """Name the sweep file in a message about what stands in it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
 def _size(axis: Any) -> str:
@@ -88,7 +100,9 @@ def explain(
     sweep = jobs.read_sweep(file)
     quiet_libraries()
     model = prepare(sweep.model.model_dump(), weights=False)
-    typer.echo(describe(sweep, model, load_tokenizer(model), settings, rows, engine))
+    with _about(file):
+        shown = describe(sweep, model, load_tokenizer(model), settings, rows, engine)
+    typer.echo(shown)
 
 
 @app.command()

@@ -22,7 +22,13 @@ from nnsweep.documents import Strict
 from nnsweep.errors import UserError
 from nnsweep.sweep_measures import TEXTS, Measure, recoverable, smooth
 from nnsweep.sweep_positions import BUILT_IN_POSITIONS, FORMS, Position, Tokens
-from nnsweep.sweep_words import NAME, PROMPTS, Name, Scalar
+from nnsweep.sweep_words import (
+    NAME,
+    PROMPTS,
+    Name,
+    Numbers,
+    Scalar,
+)
 from nnsweep.sweep_writes import Run, VectorFile, Write, leaves, places_of, repeatable, roles
 
 GENERATED = ("generated", "text")
@@ -110,7 +116,7 @@ class Generate(Strict):
     max_new_tokens: Annotated[int, Field(strict=True, ge=1, le=1000)] = Field(
         description="tokens at most; a row ends earlier at the model's end-of-text token"
     )
-    writes_at: Literal["prompt", "all"] | list[Annotated[int, Field(strict=True, ge=0)]] = Field(
+    writes_at: Literal["prompt", "all"] | Numbers = Field(
         "prompt",
         description="steps under the writes: 0 is the prompt, n the n-th new token; all is each",
     )
@@ -363,12 +369,22 @@ def value_measures(sweep: Sweep) -> list[str]:
     return [*sweep.measures, *(GENERATED if sweep.generate else ())]
 
 
+def _latest(how: Generate) -> int:
+    """The last step that is written at, as far as steps are listed."""
+    return max(how.writes_at, default=0) if isinstance(how.writes_at, list) else 0
+
+
 def _bad_generation(sweep: Sweep) -> Iterator[str]:
     if sweep.generate is None:
         named = [name for name, measure in sweep.measures.items() if measure.kind in TEXTS]
         yield from (f"measures.{name} reads the generated text; add generate" for name in named)
     if goes_on(sweep) and sweep.position(sweep.measure_at) != -1:
         yield "generate and tokens: sum go on from the last token; leave measure_at out"
+    elif sweep.generate and _latest(sweep.generate) >= sweep.generate.max_new_tokens:
+        yield (
+            f"generate.writes_at: step {_latest(sweep.generate)} never comes; the last one is "
+            f"{sweep.generate.max_new_tokens - 1}"
+        )
     elif sweep.generate and sweep.generate.writes_at != "prompt":
         for number, write in enumerate(sweep.writes):
             if not repeatable(write):

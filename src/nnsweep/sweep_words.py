@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StrictFloat, StrictInt, StrictStr
+from pydantic import AfterValidator, Field, StrictFloat, StrictInt, StrictStr
 
 NAME = r"^[a-z0-9][a-z0-9_]{0,63}$"
 SITES = (
@@ -34,7 +34,18 @@ Index = Annotated[int, Field(strict=True, ge=0)] | Ref
 Number = StrictFloat | StrictInt | Ref
 Whole = Annotated[int, Field(strict=True)]
 
-Selection = Literal["all"] | list[Annotated[int, Field(strict=True, ge=0)]]
+
+def _each_once(values: list[int]) -> list[int]:
+    twice = next((value for value in values if values.count(value) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} is given twice; the write would be done twice")
+    return values
+
+
+Numbers = Annotated[
+    list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1), AfterValidator(_each_once)
+]
+Selection = Literal["all"] | Numbers
 """Several layers or heads."""
 
 Site = Literal[

@@ -1,7 +1,7 @@
 """Writes in a sweep file: one change of one activation, and the runs they patch from."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,7 @@ from nnsweep.sweep_words import (
     Index,
     Name,
     Number,
+    Numbers,
     Selection,
     Site,
 )
@@ -117,7 +118,7 @@ class Write(Strict):
         None, description="head, from 0 (q and z: query head; k and v: key-value head), or `$axis`"
     )
     heads: Selection | None = Field(None, description="several heads, or `all`; the same in each")
-    units: Index | list[Annotated[int, Field(strict=True, ge=0)]] | None = Field(
+    units: Index | Numbers | None = Field(
         None, description="mlp_pre and mlp_post: one neuron, `$axis` or a list; null is all"
     )
     position: str = Field(description="name of a position, or `$axis`; at edges, the query tokens")

@@ -456,3 +456,46 @@ def test_the_table_of_writes_of_the_manual_is_allowed(repository):
             place |= {"site": "attn_scores", "head": 1, "keys": "subject"}
         axes = {name: [1] for name in used}
         assert parse(Sweep, document(axes=axes, writes=[place | operation]), "config/README.md")
+
+
+# --- lists and steps --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        ({"layers": [2, 2]}, "2 is given twice"),
+        ({"layers": []}, "at least 1 item"),
+        ({"site": "mlp_post", "layer": 1, "units": [4, 4]}, "4 is given twice"),
+        ({"site": "z", "layer": 1, "heads": [1, 0, 1]}, "1 is given twice"),
+    ],
+)
+def test_a_list_names_everything_once(change, pattern):
+    place = {"site": "resid_post", "position": "last", "set": 0.0}
+    refused(lambda: sweep_of(axes={}, writes=[place | change]), pattern)
+
+
+@pytest.mark.parametrize(
+    ("generate", "pattern"),
+    [
+        ({"max_new_tokens": 4, "writes_at": [5]}, "step 5 never comes; the last one is 3"),
+        ({"max_new_tokens": 0}, "greater than or equal to 1"),
+        ({"max_new_tokens": 4, "writes_at": []}, "at least 1 item"),
+    ],
+)
+def test_steps_that_never_come_are_refused(generate, pattern):
+    place = {"site": "resid_post", "layer": 1, "position": "last", "set": 0.0}
+    refused(lambda: sweep_of(axes={}, writes=[place], generate=generate), pattern)
+
+
+@pytest.mark.parametrize(
+    "write", [{"set": "donor"}, {"noise": {"std": 1.0}}, {"renormalize": "text"}]
+)
+def test_only_what_needs_no_other_prompt_is_repeated_at_new_tokens(write):
+    place = {"site": "resid_post", "layer": 1, "position": "last"}
+    how = {"max_new_tokens": 4}
+    sweep_of(axes={}, writes=[place | write], generate=how)
+    refused(
+        lambda: sweep_of(axes={}, writes=[place | write], generate=how | {"writes_at": "all"}),
+        "cannot be repeated at new tokens",
+    )
