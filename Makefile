@@ -48,8 +48,9 @@ ndif-env: .venv-ndif/deps ## Install the environment of `nnsweep ndif serve`
 	@.venv-ndif/bin/python -m pip install --quiet --requirement envs/ndif-server.lock
 	@touch $@
 
-test: .venv/nnsweep .venv/dev .venv-ndif/deps ## Run all tests, on two cores
-	@PATH="$(BIN):$$PATH" $(PY) -m pytest --numprocesses 2 --dist loadgroup tests
+test: .venv/nnsweep .venv/dev .venv-ndif/deps ## Run all tests
+	@PATH="$(BIN):$$PATH" $(PY) -m pytest --numprocesses 2 tests/unit tests/numeric
+	@PATH="$(BIN):$$PATH" $(PY) -m pytest tests/workflow tests/ndif
 
 lint: .venv/nnsweep .venv/dev ## Format and type checks, snakefmt, snakemake --lint
 	@$(BIN)/ruff format --check src scripts tests bench envs

@@ -23,19 +23,6 @@ settings.load_profile("nnsweep")
 REAL = {"id": "smollm2-135m", "revision": None, "dtype": "float32", "attention": "sdpa"}
 
 
-TOGETHER = ("ndif", "workflow")
-"""Folders whose tests share a server or a finished run, and so a process."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the folders that take longest, each in one process."""
-    for item in items:
-        folder = Path(item.fspath).parent.name
-        if folder in TOGETHER:
-            item.add_marker(pytest.mark.xdist_group(folder))
-    items.sort(key=lambda item: Path(item.fspath).parent.name not in TOGETHER)
-
-
 @pytest.fixture(scope="session")
 def real_model() -> dict[str, Any]:
     """The prepared default model: id, revision, shape."""
