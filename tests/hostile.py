@@ -2,7 +2,7 @@
 
 HOSTILE = {
     "parent": "../../escaped",
-    "absolute": "/tmp/escaped",
+    "absolute": "/escaped",
     "quotes": "a'b\"c",
     "newline": "a\ntouch escaped",
     "trailing newline": "tiny\n",

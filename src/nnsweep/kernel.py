@@ -42,8 +42,6 @@ def run_chunk(model, chunk, functions, report):
         tools["reads"] = [read_of(block, read, "base") for read in chunk["reads"]]
         tools["donor_reads"] = [read_of(block, read, "donor") for read in chunk["reads"]]
         state = clean_state(model, tools, block)
-        if tools["summed"]:
-            state["clean"]["scores"] = scores(model, tools, block, 1, state["clean"])
         for item in block["passes"]:
             if item["inert"] or item["estimated"]:
                 run = repeated(state["clean"], len(item["points"]))
@@ -66,7 +64,6 @@ def repeated(run, count):
         "logits": run["logits"].repeat(count, 1),
         "reads": [value.repeat(count, 1) for value in run["reads"]],
         "lens": {name: value.repeat(count) for name, value in run["lens"].items()},
-        "scores": {name: value.repeat(count) for name, value in run.get("scores", {}).items()},
     }
 
 
@@ -83,8 +80,7 @@ def clean_state(model, tools, block):
         for resume in item["resumes"]:
             starts[resume] = min(starts.get(resume, item["start"]), item["start"])
     how = {"captures": captures(edits, block, "self"), "starts": starts, "shared": block["shared"]}
-    caching = any(item["start"] for item in running) or bool(tools["summed"])
-    how |= {"caching": caching, "reads": tools["reads"]}
+    how |= {"caching": any(item["start"] for item in running), "reads": tools["reads"]}
     how |= {"answers": block["answers"]}
     clean = clean_run(model, tools, block["ids"], block["measured"], how)
     state = {"clean": clean, "donor": None, "starts": starts, "references": tools["references"]}
