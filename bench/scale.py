@@ -145,11 +145,11 @@ def run_step(step):
 
 
 def plan(sweep, results):
-    from nnsweep.jobs import expand_sweep
-    from nnsweep.planned import Settings
+    from nnsweep.config import Config
+    from nnsweep.expansion import expand_sweep
 
     prepared = [results / name for name in ("model.json", "prompts.parquet")]
-    expand_sweep(sweep, Settings(), *prepared, results)
+    expand_sweep(sweep, Config(), *prepared, results)
 
 
 def parts(sweep, results):

@@ -18,4 +18,10 @@ with job_log(snakemake.log[0]):
         check_parity(Path(snakemake.input.a).parent, other, output)
     else:
         sweep = Sweep.model_validate(json.loads(snakemake.params.sweep))
-        check_sample(sweep, snakemake.wildcards.a, Path(snakemake.input.parts[0]), other, output)
+        check_sample(
+            sweep,
+            snakemake.wildcards.a,
+            [Path(part) for part in snakemake.input.parts],
+            other,
+            output,
+        )

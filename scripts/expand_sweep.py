@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nnsweep.jobs import expand_sweep
+from nnsweep.config import read_config
+from nnsweep.expansion import expand_sweep
 from nnsweep.log import job_log
-from nnsweep.planned import Settings
 from nnsweep.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 with job_log(snakemake.log[0]):
     expand_sweep(
         Sweep.model_validate(json.loads(snakemake.params.sweep)),
-        Settings(**json.loads(snakemake.params.settings)),
+        read_config(snakemake.config),
         Path(snakemake.input.model),
         Path(snakemake.input.prompts),
         Path(snakemake.output.plan).parent,

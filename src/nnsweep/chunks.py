@@ -1,28 +1,17 @@
 """What a chunk is: its passes, its keys, what it costs, and how it is cut smaller."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from nnsweep.sweep_measures import TEXTS
-from nnsweep.tables import digest
 
 Plain = dict[str, Any]
 
 
-def pass_records(chunk: Plain) -> list[Plain]:
-    """What a later plan must know of a chunk's passes, in order."""
-    return [
-        {"block": block_name(block["row_keys"])}
-        | {key: item[key] for key in ("pass_id", "start", "points")}
-        for block in chunk["blocks"]
-        for item in block["passes"]
-    ]
-
-
-def block_name(row_keys: Sequence[str]) -> str:
-    """Name of a block by its rows."""
-    return digest(list(row_keys))
+def in_order(plan: Plain) -> dict[str, Plain]:
+    """plan.json's chunks in the plan's order, which JSON does not keep."""
+    return dict(sorted(plan["chunks"].items(), key=lambda item: item[1]["place"]))
 
 
 def pass_ids(chunk: Plain) -> list[str]:
@@ -46,7 +35,7 @@ def _part(chunk: Plain, places: Sequence[tuple[int, int]]) -> Plain:
         kept = [block["passes"][p] for b, p in places if b == number]
         if kept:
             blocks.append(block | {"passes": kept})
-    used = {str(n) for b in blocks for p in b["passes"] for e in p["edits"] for n in refs(e)}
+    used = {n for b in blocks for p in b["passes"] for e in p["edits"] for n in refs(e)}
     references = {n: wanted for n, wanted in chunk["references"].items() if n in used}
     return chunk | {"blocks": blocks, "references": references}
 
@@ -70,6 +59,24 @@ def halves_of(part: Plain) -> list[Plain]:
     if count > 1:
         return split_chunk(part, (count + 1) // 2)
     return split_pass(part)
+
+
+def with_points(chunk: Plain, points: Collection[str]) -> Plain | None:
+    """The passes of a chunk that hold some of the points, or None."""
+    places = [
+        (b, p)
+        for b, block in enumerate(chunk["blocks"])
+        for p, item in enumerate(block["passes"])
+        if not set(points).isdisjoint(item["points"])
+    ]
+    return _part(chunk, places) if places else None
+
+
+def joined(chunks: Sequence[Plain]) -> Plain:
+    """Chunks of one model and the same measures as one."""
+    references = {name: one for chunk in chunks for name, one in chunk["references"].items()}
+    blocks = [block for chunk in chunks for block in chunk["blocks"]]
+    return chunks[0] | {"blocks": blocks, "references": references}
 
 
 def _slots(item: Plain, kept: Sequence[int]) -> Plain:
@@ -146,8 +153,8 @@ def slices[Item](items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def refs(edit: Plain) -> list[int]:
-    """Numbers of the reference sets that an edit reads, also through the writes of a chain."""
+def refs(edit: Plain) -> list[str]:
+    """Names of the reference sets that an edit reads, also through the writes of a chain."""
     operand = edit["operand"]
     own = [operand[side] for side in ("plus", "minus") if side in operand]
     return own + [number for under in operand.get("under", []) for number in refs(under)]

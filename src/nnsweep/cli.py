@@ -91,12 +91,13 @@ def explain(
     """Show what a sweep will run and cost, and every position and answer as tokens (no weights)."""
     from nnsweep import jobs
     from nnsweep.config import read_config
+    from nnsweep.expansion import settings_of
     from nnsweep.explain import explain as describe
     from nnsweep.log import quiet_libraries
     from nnsweep.models import load_tokenizer, prepare
 
     given = {"batch_rows": batch_rows, "chunk_passes": chunk_passes, "recompute": recompute}
-    settings = jobs.settings_of(read_config(given | {"engine": engine}))
+    settings = settings_of(read_config(given | {"engine": engine}))
     sweep = jobs.read_sweep(file)
     quiet_libraries()
     model = prepare(sweep.model.model_dump(), weights=False)

@@ -19,7 +19,7 @@ class Edits:
     """Resolves the writes of one sweep on one model and one prompt table.
 
     Attributes:
-        references: What is taken over the rows (means, rows to resample), by number.
+        references: What is taken over the rows (means, rows to resample), by a digest of it.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Edits:
         self.sweep, self.shape, self.rows = sweep, shape, rows
         self.load_vector, self.estimating = load_vector, estimating
         self.goes_on = goes_on(sweep)
-        self.references: list[Plain] = []
+        self.references: dict[str, Plain] = {}
 
     def usable(self, names: Iterable[str]) -> tuple[int, ...]:
         """Numbers of the rows on which all these positions are known."""
@@ -157,15 +157,21 @@ class Edits:
             raise UserError(f"writes: {vector['file']} is all zeros. It cannot be normalized.")
         return [value / length for value in values]
 
-    def _reference(self, role: str, where: Plain, how: str) -> int:
-        """Number of what is to be taken over the rows (see the kernel); equal ones once."""
-        rows = self.usable([where["position"]])
+    def _reference(self, role: str, where: Plain, how: str) -> str:
+        """Name of what is to be taken over the rows (see the kernel): a digest of all of it.
+
+        Tokens and places of every row enter, so that whatever moves a mean is another mean.
+        """
+        rows, position = self.usable([where["position"]]), where["position"]
         wanted = where | {"role": role, "how": how, "rows": list(rows)}
-        if wanted not in self.references:
+        places = [place_of(self.rows[i], position, role == "donor") for i in rows]
+        keys = [self.rows[i].row_key for i in rows]
+        name = digest([where["tap"], role, how, sorted(zip(keys, places, strict=True))])
+        if name not in self.references:
             if how == "tokens":
                 self._check_per_token(wanted)
-            self.references.append(wanted)
-        return self.references.index(wanted)
+            self.references[name] = wanted
+        return name
 
     def _check_per_token(self, wanted: Plain) -> None:
         donor = wanted["role"] == "donor"
@@ -254,10 +260,6 @@ class Edits:
                 found[key] = self.meaning(value)
             elif key == "under":
                 found[key] = [self.meaning(under) for under in value]
-            elif key in ("plus", "minus"):
-                reference = self.references[value]
-                keys = sorted(self.rows[i].row_key for i in reference["rows"])
-                found[key] = [reference["role"], reference["how"], digest(keys)]
             else:
                 found[key] = value
         return found
@@ -286,7 +288,7 @@ class Edits:
         ]
         return edit | {"operand": operand | {"partners": partners}}
 
-    def _partner(self, row: int, reference: int, seed: int) -> str:
+    def _partner(self, row: int, reference: str, seed: int) -> str:
         """Key of the row that a row is resampled from: another one, with as many tokens."""
         wanted = self.references[reference]
         name, donor = wanted["position"], wanted["role"] == "donor"
@@ -300,9 +302,9 @@ class Edits:
             )
         return keys[seed % len(keys)]
 
-    def reference_set(self, number: int, batch_rows: int) -> Plain:
+    def reference_set(self, name: str, batch_rows: int) -> Plain:
         """What is taken over the rows of a reference, in batches of prompts of one length."""
-        reference = self.references[number]
+        reference = self.references[name]
         donor = reference["role"] == "donor"
         by_length: dict[int, list[PromptRow]] = {}
         for i in reference["rows"]:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nnsweep import jobs
 from nnsweep.chunks import columns, forward_passes, inert_rows, keys_of, naive_passes
 from nnsweep.cost import full_work, memory_of, operations, passes_of, work_of
+from nnsweep.expansion import load_vector
 from nnsweep.plan import make_plan
 from nnsweep.planned import Plan, Settings
 from nnsweep.prompts import PromptRow, prepare_rows
@@ -56,7 +56,7 @@ def explain(
     """
     found = prepare_rows(sweep, Path(sweep.prompts.file), tokenizer, model["shape"]["context"])
     began = time.perf_counter()
-    plan = make_plan(sweep, model, found, settings, jobs.load_vector)
+    plan = make_plan(sweep, model, found, settings, load_vector)
     seconds = time.perf_counter() - began
     lines = [*_size(sweep, model, plan, found, settings, seconds)]
     if engine == "ndif":

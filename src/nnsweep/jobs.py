@@ -1,43 +1,30 @@
 """The work of each rule: paths in, paths out; rule, command and test call the same function."""
 
-import json
 import logging
 import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
 from nnsweep import prompts as prompt_rows
 from nnsweep.chunks import (
-    GENERATE,
     columns,
     forward_passes,
-    inert_rows,
     keys_of,
-    naive_passes,
-    pass_ids,
-    pass_records,
 )
 from nnsweep.config import Config
 from nnsweep.documents import parse, read_yaml
 from nnsweep.errors import NnsweepError, UserError
 from nnsweep.grid import expand
-from nnsweep.plan import make_plan
-from nnsweep.planned import Plan, Settings, identity
+from nnsweep.parts import part_table
 from nnsweep.sites import limits_of
-from nnsweep.sweep import Sweep, axis_kinds, vector_files
-from nnsweep.sweep_measures import GUARDED
+from nnsweep.sweep import Sweep, vector_files
 from nnsweep.tables import (
-    digest,
     part_schema,
-    points_schema,
     read_json,
-    read_table,
     write_json,
     write_table,
 )
@@ -109,95 +96,6 @@ def prepare_prompts(sweep: Sweep, model: Path, output: Path) -> None:
     logger.info("%d of %d rows are usable", usable, len(rows))
     table = prompt_rows.to_table(rows)
     write_table(output, table, table.schema)
-
-
-def expand_sweep(
-    sweep: Sweep, settings: Settings, model: Path, prompts: Path, results: Path
-) -> Plan:
-    """Rule expand_sweep: points.parquet, sweep.json, plan.json and one file a chunk."""
-    described = read_json(model)
-    rows = prompt_rows.from_table(read_table(prompts))
-    earlier = _earlier_chunks(results / "plan.json")
-    began = time.perf_counter()
-    plan = make_plan(sweep, described, rows, settings, load_vector, earlier)
-    for chunk in [*plan.chunks, *filter(None, (plan.controls, plan.sample))]:
-        write_json(results / "chunks" / f"{chunk['chunk_id']}.json", chunk, indent=None)
-    table = points_table(sweep, plan)
-    write_table(results / "points.parquet", table, table.schema)
-    write_json(results / "sweep.json", _resolved(sweep, described))
-    write_json(results / "plan.json", plan_summary(plan, settings))
-    logger.info("%s (%.1f s)", plan_line(plan), time.perf_counter() - began)
-    return plan
-
-
-def _resolved(sweep: Sweep, model: Plain) -> Plain:
-    full = sweep.model_dump(mode="json")
-    return full | {"digest": digest(full), "resolved_model": identity(model)}
-
-
-def _earlier_chunks(path: Path) -> list[list[Plain]]:
-    if not path.exists():
-        return []
-    return [list(passes) for passes in read_json(path)["chunks"].values()]
-
-
-def plan_summary(plan: Plan, settings: Settings) -> Plain:
-    """plan.json: which chunks there are, which passes each holds, and what a naive loop costs."""
-    return {
-        "chunks": {chunk["chunk_id"]: pass_records(chunk) for chunk in plan.chunks},
-        "controls": plan.controls and plan.controls["chunk_id"],
-        "sample": plan.sample and plan.sample["chunk_id"],
-        "points": len(plan.points),
-        "measures": plan.measures,
-        "inert_rows": sum(inert_rows(plan.chunks).values()),
-        "forward_passes": forward_passes(plan.chunks),
-        "forward_passes_naive": naive_passes(plan.chunks),
-        "settings": settings.__dict__,
-    }
-
-
-def plan_line(plan: Plan) -> str:
-    """One line that says how large a plan is."""
-    passes = sum(len(pass_ids(chunk)) for chunk in plan.chunks)
-    return f"{len(plan.points)} points in {passes} passes in {len(plan.chunks)} chunks"
-
-
-def points_table(sweep: Sweep, plan: Plan) -> pa.Table:
-    """points.parquet: every point in order."""
-    schema, inert = points_schema(axis_kinds(sweep)), inert_rows(plan.chunks)
-    found: dict[str, list[Any]] = {
-        "point_id": [point.point_id for point in plan.points],
-        "point_key": [point.point_key for point in plan.points],
-        "writes": [json.dumps(point.writes, sort_keys=True) for point in plan.points],
-        "inert_rows": [inert[point.point_key] for point in plan.points],
-    }
-    for name in sweep.axes:
-        found[name] = [point.cell[name] for point in plan.points]
-    return pa.table({name: found[name] for name in schema.names}, schema=schema)
-
-
-def load_vector(spec: Plain, layer: int | None) -> list[float]:
-    """Read a vector of shape [width] or [layers, width] from a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    path = Path(spec["file"])
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            names = list(tensors.keys())
-            if spec["key"] not in names:
-                have = ", ".join(names)
-                raise UserError(f"{path}: no tensor '{spec['key']}'. Tensors: {have}.")
-            values = tensors.get_tensor(spec["key"]).float()
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"writes: {path} is not a readable safetensors file ({error}).") from None
-    if values.ndim == 2 and layer is not None and layer < len(values):
-        values = values[layer]
-    if values.ndim != 1:
-        shape = list(values.shape)
-        raise UserError(f"{path}: shape {shape} is neither [width] nor [layers, width].")
-    if not values.isfinite().all():
-        raise UserError(f"{path}: '{spec['key']}' holds a value that is not finite.")
-    return [float(value) for value in values]
 
 
 def run_chunk(
@@ -310,58 +208,3 @@ def progress(values: int) -> Callable[[str], None]:
 
     logger.info("%d values to compute", values)
     return report
-
-
-def part_table(
-    plan: Plain, keys: Sequence[tuple[str, str]], values: Any, failed: Mapping[int, str]
-) -> pa.Table:
-    """One chunk's rows. A value that is no finite number becomes null with a reason.
-
-    Args:
-        plan: The chunk.
-        keys: (point_key, row_key) of every row.
-        values: float32 tensor (rows, measures).
-        failed: Row -> why its point failed.
-    """
-    import numpy as np
-
-    array = values.numpy()
-    specs = {name: spec for spec in plan["measures"] for name in columns([spec])}
-    bad = ~np.isfinite(array)
-    guarded = np.array([spec["kind"] in (*GUARDED, GENERATE) for spec in specs.values()])
-    errors = (bad & ~guarded).any(axis=1)
-    reasons = [_reason(specs, row) or None if row.any() else None for row in bad]
-    for row, why in failed.items():
-        errors[row], reasons[row] = True, why
-    found = {
-        "point_key": pa.array([point for point, _ in keys], pa.string()),
-        "row_key": pa.array([row for _, row in keys], pa.string()),
-        "status": pa.array(["error" if error else "ok" for error in errors], pa.string()),
-        "reason": pa.array(reasons, pa.string()),
-    }
-    for i, name in enumerate(specs):
-        found[name] = pa.array(array[:, i], pa.float32(), mask=bad[:, i])
-    return pa.table(found)
-
-
-def _reason(specs: Mapping[str, Plain], bad: Any) -> str:
-    parts = []
-    for (name, spec), wrong in zip(specs.items(), bad, strict=True):
-        if wrong and spec["kind"] == "recovery":
-            parts.append(
-                f"{name}: clean and donor differ in {spec['of']} by less than {spec['min_gap']}"
-            )
-        elif wrong and spec["kind"] == GENERATE:
-            continue  # The text has ended.
-        elif wrong and spec["kind"] == "cosine":
-            parts.append(f"{name}: an activation of length 0 has no direction")
-        elif wrong:
-            parts.append(f"{name} is not finite")
-    return "; ".join(parts)
-
-
-def settings_of(config: Config) -> Settings:
-    """The plan's settings in the workflow's configuration."""
-    wanted = config.parity.points
-    sampled = wanted if isinstance(wanted, int) else 0
-    return Settings(config.batch_rows, config.chunk_passes, config.recompute, sampled)

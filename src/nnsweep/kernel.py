@@ -572,7 +572,7 @@ def source(old, edit, block, state):
     if kind == "lowest":
         return torch.full_like(old, torch.finfo(old.dtype).min)
     if kind == "resample":
-        drawn = state["references"][str(operand["plus"])]
+        drawn = state["references"][operand["plus"]]
         return torch.cat([drawn[key] for key in operand["partners"]]).to(old.device)
     vector = direction(operand, state["references"]).to(old.device)
     if vector.dim() == 2:
@@ -610,8 +610,8 @@ def matched(part, count, mean):
 def direction(operand, references):
     if operand["kind"] == "vector":
         return torch.tensor(operand["values"])
-    vector = references[str(operand["plus"])]
-    vector = vector - references[str(operand["minus"])] if "minus" in operand else vector
+    vector = references[operand["plus"]]
+    vector = vector - references[operand["minus"]] if "minus" in operand else vector
     return vector / vector.norm() if operand.get("normalize") else vector
 
 

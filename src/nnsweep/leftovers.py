@@ -68,7 +68,7 @@ def _names(sweeps: Path) -> set[str]:
 
 
 def _planned(plan: dict[str, Any]) -> set[str]:
-    return {*plan["chunks"], *filter(None, (plan["controls"], plan["sample"]))}
+    return {*plan["chunks"], *filter(None, [plan["controls"]]), *plan["sample"]}
 
 
 def _unplanned(folder: Path, planned: set[str]) -> Iterator[tuple[Path, str]]:

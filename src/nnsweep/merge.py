@@ -18,6 +18,7 @@ from nnsweep.controls import compared, judge
 from nnsweep.errors import CheckFailed, NnsweepError
 from nnsweep.grid import position_names
 from nnsweep.measure_plan import controlled
+from nnsweep.parts import KEYS, nullable, read_part, take_parts
 from nnsweep.provenance import remote_cost, run_record
 from nnsweep.sweep import GENERATED, Sweep, axis_kinds, watched_positions
 from nnsweep.tables import (
@@ -33,7 +34,6 @@ from nnsweep.tables import (
 
 logger = logging.getLogger(__name__)
 Plain = dict[str, Any]
-KEYS = ["point_key", "row_key"]
 LISTS = {"top_k": ("id", "log_prob"), "generate": ("id", "log_prob", "entropy")}
 """Kinds whose numbers become a list of tokens, and what there is of each."""
 
@@ -52,8 +52,10 @@ def merge_chunks(sweep: Sweep, results: Path, engine: str, output: Path) -> None
     """
     plan = read_json(results / "plan.json")
     specs = plan["measures"]
-    parts = read_parts(output / "chunks", list(plan["chunks"]), specs)
-    values = assemble(sweep, results, specs, parts)
+    frame = asked_values(sweep, results)
+    asked = frame.loc[frame["excluded"].isna(), KEYS]
+    parts = take_parts(output / "chunks", plan, asked)
+    values = assemble(sweep, results, specs, frame, parts)
     everything = [*plan["chunks"], *filter(None, [plan["controls"]])]
     facts = {name: read_json(output / "chunks" / f"{name}.json") for name in everything}
     verdict = _judge_controls(plan, output, sweep.model.dtype)
@@ -79,39 +81,15 @@ def _judge_controls(plan: Plain, output: Path, dtype: str) -> dict[str, Plain]:
     name, specs = plan["controls"], plan["measures"]
     if name is None:
         return {}
-    schema = part_schema(columns(controlled(specs)))
-    table = read_table(output / "chunks" / f"{name}.parquet", schema)
+    wanted, part = controlled(specs), output / "chunks" / f"{name}.parquet"
+    frame = read_part(part, wanted, plan["control_measures"])
+    table = pa.Table.from_pandas(frame, part_schema(columns(wanted)), preserve_index=False)
     return judge(table, compared(specs), dtype)
 
 
-def read_parts(folder: Path, names: Sequence[str], specs: Sequence[Plain]) -> pd.DataFrame:
-    """All parts of an engine as one frame; a part of another schema is refused."""
-    schema = part_schema(columns(specs))
-    tables = [read_table(folder / f"{name}.parquet", schema) for name in names]
-    frame = pa.concat_tables(tables).to_pandas(types_mapper=_nullable)
-    doubled = frame.duplicated(KEYS)
-    if doubled.any():
-        place = int(doubled.to_numpy().argmax())
-        key = " on row ".join(frame.iloc[place][KEYS])
-        owner = np.repeat(names, [len(table) for table in tables])[place]
-        part = folder / f"{owner}.parquet"
-        raise CheckFailed(f"point {key} stands twice; delete {part} and run again.")
-    return frame
-
-
-def _nullable(kind: pa.DataType) -> Any:
-    """Keep null and not-a-number apart, and integers integers."""
-    return {
-        pa.float32(): pd.Float32Dtype(),
-        pa.float64(): pd.Float64Dtype(),
-        pa.int32(): pd.Int32Dtype(),
-        pa.string(): pd.StringDtype(),
-    }.get(kind)
-
-
-def assemble(sweep: Sweep, results: Path, specs: Sequence[Plain], parts: pd.DataFrame) -> pa.Table:
-    """Join parts to points and rows, in the sweep's order, excluded rows included."""
-    points = read_table(results / "points.parquet").to_pandas(types_mapper=_nullable)
+def asked_values(sweep: Sweep, results: Path) -> pd.DataFrame:
+    """Every point on every row in the sweep's order; `excluded` says why one is left out."""
+    points = read_table(results / "points.parquet").to_pandas(types_mapper=nullable)
     rows = prompt_rows.from_table(read_table(results / "prompts.parquet"))
     lines = pd.DataFrame({"row_id": [row.row_id for row in rows]})
     frame = points.drop(columns=["writes", "inert_rows"]).merge(lines, how="cross")
@@ -119,6 +97,13 @@ def assemble(sweep: Sweep, results: Path, specs: Sequence[Plain], parts: pd.Data
     frame["excluded"] = _exclusions(sweep, points, rows)
     # A row that repeats another has its key, but none of its values.
     frame.loc[frame["excluded"].notna(), "row_key"] = None
+    return frame
+
+
+def assemble(
+    sweep: Sweep, results: Path, specs: Sequence[Plain], frame: pd.DataFrame, parts: pd.DataFrame
+) -> pa.Table:
+    """Values join the points and rows that asked for them, excluded rows included."""
     whole = frame.merge(parts, on=KEYS, how="left", sort=False)
     _refuse_gaps(whole, parts)
     out = whole["excluded"].notna()
@@ -198,18 +183,14 @@ def contained(whole: pd.DataFrame, answers: Mapping[str, str]) -> list[float | N
     return [None if text is None else float(answers[row].strip() in text) for text, row in pairs]
 
 
-def sample_values(sweep: Sweep, results: Path, part: Path) -> pa.Table:
-    """The values that one part holds, in the form of values.parquet."""
-    specs = read_json(results / "plan.json")["measures"]
-    parts = read_parts(part.parent, [part.stem], specs)
-    points = read_table(results / "points.parquet").to_pandas(types_mapper=_nullable)
-    rows = prompt_rows.from_table(read_table(results / "prompts.parquet"))
-    named = pd.DataFrame(
-        {"row_key": [row.row_key for row in rows], "row_id": [row.row_id for row in rows]}
-    )
-    whole = parts.merge(points, on="point_key").merge(named, on="row_key")
-    if len(whole) != len(parts):
-        raise CheckFailed(f"{part}: values of points or rows that the sweep does not have.")
+def sample_values(sweep: Sweep, results: Path, parts: Sequence[Path]) -> pa.Table:
+    """The sweep's values that a sample's parts hold, in the form of values.parquet."""
+    plan = read_json(results / "plan.json")
+    specs = plan["measures"]
+    found = [read_part(part, specs, plan["sample"][part.stem]) for part in parts]
+    frame = asked_values(sweep, results)
+    asked = frame[frame["excluded"].isna()]
+    whole = asked.merge(pd.concat(found, ignore_index=True), on=KEYS, sort=False)
     return _published(sweep, results, specs, whole)
 
 

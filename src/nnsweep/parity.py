@@ -75,21 +75,21 @@ def check_parity(a: Path, b: Path, output: Path) -> None:
     publish(*compare(a, b), output)
 
 
-def check_sample(sweep: Sweep, engine: str, part: Path, b: Path, output: Path) -> None:
+def check_sample(sweep: Sweep, engine: str, parts: Sequence[Path], b: Path, output: Path) -> None:
     """Rule check_parity with `parity.points: N`: one engine's sample against the other's table.
 
     Args:
         sweep: The sweep.
         engine: The engine that ran the sample.
-        part: The sample's part.
+        parts: The sample's parts.
         b: `results/SWEEP/ENGINE` of the engine that ran everything.
         output: As for `check_parity`.
     """
     from nnsweep.merge import sample_values
 
-    facts = read_json(part.with_suffix(".json"))
+    facts = read_json(parts[0].with_suffix(".json"))
     run = read_json(b / "run.json")
-    ours = sample_values(sweep, b.parent, part)
+    ours = sample_values(sweep, b.parent, parts)
     theirs = _with_keys_of(read_table(b / "values.parquet"), ours)
     dtype = coarser(str(facts["dtype"]), str(run["dtype"]))
     table = classify(ours, theirs, run["kinds"], dtype)

@@ -7,19 +7,38 @@ a padding token, hence no padding to go wrong.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nnsweep import SEMANTICS
-from nnsweep.chunks import block_name, in_session, refs, slices
+from nnsweep.chunks import (
+    in_session,
+    inert_rows,
+    joined,
+    keys_of,
+    pass_ids,
+    refs,
+    slices,
+    with_points,
+)
 from nnsweep.edits import Edits, edit_positions
 from nnsweep.errors import UserError
 from nnsweep.grid import expand, position_names
 from nnsweep.inert import cannot_move
 from nnsweep.measure_plan import measure_list
 from nnsweep.null_controls import NullControls
-from nnsweep.planned import Plain, Plan, Point, Settings, VectorLoader, identity, without_block
+from nnsweep.planned import (
+    Kept,
+    Plain,
+    Plan,
+    Point,
+    Settings,
+    VectorLoader,
+    identity,
+    without_block,
+)
 from nnsweep.prompts import PromptRow
+from nnsweep.reuse import Earlier, kept_controls, reuse
 from nnsweep.row_places import last_of, place_of
 from nnsweep.sites import limits_of
 from nnsweep.sweep import Sweep, position_spec, uses_donor, watched_positions
@@ -42,7 +61,7 @@ def make_plan(
     rows: Sequence[PromptRow],
     settings: Settings,
     load_vector: VectorLoader,
-    earlier: Sequence[Sequence[Plain]] = (),
+    earlier: Sequence[Earlier] = (),
 ) -> Plan:
     """Plan a sweep.
 
@@ -52,8 +71,8 @@ def make_plan(
         rows: All prompt rows, in file order.
         settings: How passes and chunks are cut.
         load_vector: Reads vector files.
-        earlier: `pass_records` of each chunk of an earlier plan; passes and chunks that are still
-            wanted are kept as they are, so that a grown sweep runs only what is new.
+        earlier: Chunks that lie about. Their values are taken where they are still true (see
+            `nnsweep.reuse`), so that a sweep that changes runs only what is new.
 
     Raises:
         UserError: a site, layer or head that the model does not have.
@@ -61,30 +80,40 @@ def make_plan(
     cells = expand(sweep, limits_of(model["shape"]))
     context = Context(sweep, model, rows, settings, load_vector, cells)
     points = [context.point(cell, writes) for cell, writes in cells]
-    known = [record for records in earlier for record in records]
-    passes = [p for rowset in _rowsets(points) for p in context.passes(points, rowset, known)]
-    groups = _chunked(passes, settings.chunk_passes, earlier)
-    chunks = [context.chunk(group) for group in groups]
-    sample = context.sample(points, passes) if settings.parity_points else None
-    return Plan(points, context.measures, chunks, NullControls(context).controls(points), sample)
+    found = reuse(context, points, earlier)
+    passes = [p for group in _by_rows(points, found.wanted) for p in context.passes(*group)]
+    new = [context.chunk(group) for group in slices(passes, settings.chunk_passes)]
+    parts = found.kept + [_whole(chunk) for chunk in new]
+    kept = None if new else kept_controls(context, earlier)
+    controls = kept.chunk if kept else NullControls(context).controls(points)
+    return Plan(
+        points,
+        context.measures,
+        parts,
+        found.inert + inert_rows(new),
+        controls,
+        kept.names if kept else _own_names(controls),
+        sample(points, parts, settings.parity_points),
+    )
 
 
-def _rowsets(points: Iterable[Point]) -> list[tuple[int, ...]]:
-    return list(dict.fromkeys(point.rows for point in points))
+def _by_rows(
+    points: Iterable[Point], wanted: Mapping[str, set[int]]
+) -> list[tuple[list[Point], tuple[int, ...]]]:
+    """Points that want the same rows, with those rows."""
+    groups: dict[tuple[int, ...], list[Point]] = {}
+    for point in points:
+        rows = tuple(sorted(wanted[point.point_key]))
+        groups.setdefault(rows, []).append(point)
+    return [(members, rows) for rows, members in groups.items() if rows]
 
 
-def _chunked(
-    passes: list[Plain], size: int, earlier: Sequence[Sequence[Plain]]
-) -> list[list[Plain]]:
-    """Cut passes into chunks of at most `size`, keeping earlier chunks that are still whole."""
-    left = {item["pass_id"]: item for item in passes}
-    groups = []
-    for records in earlier:
-        ids = [record["pass_id"] for record in records]
-        if 0 < len(ids) <= size and all(name in left for name in ids):
-            groups.append([left.pop(name) for name in ids])
-    rest = list(left.values())
-    return groups + [rest[i : i + size] for i in range(0, len(rest), size)]
+def _whole(chunk: Plain) -> Kept:
+    return Kept(chunk, len(keys_of(chunk)), [], _own_names(chunk))
+
+
+def _own_names(chunk: Plain | None) -> dict[str, str]:
+    return {spec["name"]: spec["name"] for spec in chunk["measures"]} if chunk else {}
 
 
 class Context:
@@ -112,6 +141,8 @@ class Context:
         self.goes_on = self.edits.goes_on
         self._check_window()
         self.watched = set(watched_positions(sweep))
+        names = list(rows[0].positions) if rows else []
+        self.specs = {name: position_spec(sweep, name) for name in names}
         named = {name for _, writes in cells for write in writes for name in position_names(write)}
         self.touched = named | self.watched
 
@@ -153,52 +184,26 @@ class Context:
         answers = {name: found.answers[name] for name in self.answers}
         return [found.row_key, answers, [[place.base, place.donor] for place in places]]
 
-    def passes(
-        self, points: Sequence[Point], rowset: tuple[int, ...], earlier: Sequence[Plain]
-    ) -> list[Plain]:
-        """All passes of the points that use this set of rows."""
-        mine = {point.point_key: point for point in points if point.rows == rowset}
-        found = []
-        for block in self.blocks(rowset):
-            kept = self._kept(mine, block, earlier)
-            done = {key for item in kept for key in item["points"]}
-            left = [point for key, point in mine.items() if key not in done]
-            found += kept + self._composed(left, block)
-        return found
-
-    def _kept(
-        self, points: dict[str, Point], block: tuple[int, ...], earlier: Sequence[Plain]
-    ) -> list[Plain]:
-        """Passes of an earlier plan over these rows, whose points are all still wanted."""
-        left, name, kept = dict(points), block_name([self.rows[i].row_key for i in block]), []
-        for record in earlier:
-            keys, start = record["points"], record["start"]
-            if record["block"] != name or not all(key in left for key in keys):
-                continue
-            members = [left[key] for key in keys]
-            first = min(self.start(point, block) for point in members)
-            if start > first or len(keys) > self._points_a_pass(block, start):
-                continue
-            item = self.one_pass(block, members, start)
-            if item["pass_id"] == record["pass_id"]:
-                kept.append(item)
-                left = {key: point for key, point in left.items() if key not in keys}
-        return kept
-
-    def _composed(self, points: Sequence[Point], block: tuple[int, ...]) -> list[Plain]:
-        """Passes of points that no earlier pass holds."""
+    def passes(self, points: Sequence[Point], rowset: tuple[int, ...]) -> list[Plain]:
+        """All passes of some points over some rows."""
         return [
             self.one_pass(block, part, start)
+            for block in self.blocks(rowset)
             for start, members in self._grouped(points, block)
             for part in _even_slices(members, self._points_a_pass(block, start))
         ]
 
     def _points_a_pass(self, block: Sequence[int], start: int) -> int:
-        """How many points may share a pass; alone, a point keeps the bits of a full pass."""
+        return self.room(len(block), len(self.rows[block[0]].ids) - start)
+
+    def room(self, rows: int, tokens: int) -> int:
+        """How many points may share a pass over so many rows and tokens of each.
+
+        Alone, a point keeps the bits of a full pass.
+        """
         if self.settings.recompute == "exact":
             return 1
-        rows, width = len(block), len(self.rows[block[0]].ids)
-        return max(1, min(self.settings.batch_rows, PASS_TOKENS // (width - start)) // rows)
+        return max(1, min(self.settings.batch_rows, PASS_TOKENS // tokens) // rows)
 
     def blocks(self, rowset: Iterable[int]) -> list[tuple[int, ...]]:
         """Rows that may share a pass: equal lengths, at most batch_rows, in order of key."""
@@ -287,7 +292,8 @@ class Context:
             for edit in point.edits
         ]
         rows = [self._row_facts(i, edits) for i in block]
-        facts = [SEMANTICS, keys, row_keys, rows, start, inert, self.measures, more]
+        asked = in_session(self.measures)
+        facts = [SEMANTICS, keys, row_keys, rows, start, inert, asked, more]
         return {
             "pass_id": digest(facts),
             "block": block,
@@ -325,10 +331,13 @@ class Context:
         references = sorted({n for p in passes for e in p["edits"] for n in refs(e)})
         return {
             "chunk_id": digest([p["pass_id"] for block in blocks for p in block["passes"]]),
+            "semantics": SEMANTICS,
+            "recompute": self.settings.recompute,
+            "positions": self.specs,
             "model": self.model,
             "measures": in_session(self.measures),
             "reads": self.reads,
-            "references": {str(n): self.edits.reference_set(n, size) for n in references},
+            "references": {name: self.edits.reference_set(name, size) for name in references},
             "blocks": blocks,
         }
 
@@ -378,15 +387,33 @@ class Context:
         same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*ids, strict=True))
         return min(touched, sum(1 for _ in same))
 
-    def sample(self, points: Sequence[Point], passes: Sequence[Plain]) -> Plain | None:
-        """A chunk of whole passes that holds `parity_points` points, evenly spread, or None."""
-        wanted = self.settings.parity_points
-        if wanted >= len(points):
-            return None
-        places = {round(i * (len(points) - 1) / max(1, wanted - 1)) for i in range(wanted)}
-        keys = {points[place].point_key for place in places}
-        chunk = self.chunk([p for p in passes if keys & set(p["points"])])
-        return chunk | {"chunk_id": digest(["sample", chunk["chunk_id"]])}
+
+def sample(points: Sequence[Point], parts: Sequence[Kept], wanted: int) -> list[Kept]:
+    """Chunks of whole passes that hold `wanted` points, evenly spread; none if that is all.
+
+    Only passes of which everything is taken: what they give is in the table. Chunks whose measures
+    differ cannot be one.
+    """
+    if not 0 < wanted < len(points):
+        return []
+    whole = [part for part in parts if part.whole]
+    held = {key for part in whole for key, _ in keys_of(part.chunk)}
+    known = [point.point_key for point in points if point.point_key in held]
+    places = {round(i * (len(known) - 1) / max(1, wanted - 1)) for i in range(wanted)}
+    picked = {known[place] for place in places if place < len(known)}
+    groups: dict[str, list[Plain]] = {}
+    names: dict[str, dict[str, str]] = {}
+    for part in whole:
+        if found := with_points(part.chunk, picked):
+            kind = digest([found[key] for key in ("measures", "reads", "positions")])
+            groups.setdefault(kind, []).append(found)
+            names[kind] = part.names
+    return [_sampled(joined(chunks), names[kind]) for kind, chunks in groups.items()]
+
+
+def _sampled(chunk: Plain, names: dict[str, str]) -> Kept:
+    named = chunk | {"chunk_id": digest(["sample", pass_ids(chunk)])}
+    return Kept(named, len(keys_of(named)), [], names)
 
 
 def _aligned_by_mean(sweep: Sweep, name: str) -> bool:

@@ -1,5 +1,6 @@
 """What planning gives: settings, points and chunks as plain data."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,15 +32,51 @@ class Point:
     rows: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A chunk of a plan and what is taken of it.
+
+    Attributes:
+        chunk: The chunk.
+        values: How many of its values are taken.
+        stale: Keys of the rows of which none is taken: their answers or positions have changed.
+        names: Measure of the sweep -> what the chunk calls it.
+        whole: Whether every value of the sweep's points and rows in it is taken.
+    """
+
+    chunk: Plain
+    values: int
+    stale: list[str]
+    names: dict[str, str]
+    whole: bool = True
+
+
 @dataclass
 class Plan:
-    """All that a sweep will run, as plain data."""
+    """All that a sweep will run, as plain data.
+
+    Attributes:
+        points: Every point in order.
+        measures: Every measure as plain data, those of generated text included.
+        parts: The chunks and what is taken of each; an earlier one wins where two hold a value.
+        inert: point_key -> on how many rows its values are those of the clean run.
+        controls: The chunk of null controls.
+        control_names: Measure of the sweep -> what the controls call it.
+        sample: Chunks of whole passes that a second engine runs for parity.
+    """
 
     points: list[Point]
     measures: list[Plain]
-    chunks: list[Plain]
+    parts: list[Kept]
+    inert: Counter[str]
     controls: Plain | None
-    sample: Plain | None
+    control_names: dict[str, str]
+    sample: list[Kept]
+
+    @property
+    def chunks(self) -> list[Plain]:
+        """The chunks alone."""
+        return [part.chunk for part in self.parts]
 
 
 def identity(model: Plain) -> Plain:

@@ -1,18 +1,27 @@
 """run.json: what a table's numbers came from."""
 
+import platform
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 import nnsweep
-from nnsweep import SEMANTICS
+from nnsweep import SEMANTICS, __version__
 from nnsweep.sweep import Sweep
 from nnsweep.tables import digest, file_digest, read_json
 
 Plain = dict[str, Any]
 SAME = ("device", "device_name", "dtype", "attention", "threads", "versions")
+PACKAGES = ("torch", "transformers", "nnsight", "nnterp")
+
+
+def versions() -> dict[str, str]:
+    """Versions of all that can change a value."""
+    named = {name: version(name) for name in PACKAGES}
+    return {"python": platform.python_version(), "nnsweep": __version__} | named
 
 
 def run_record(

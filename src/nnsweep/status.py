@@ -119,7 +119,7 @@ def read_status(folder: Path) -> Status:
     if not (folder.parent / "plan.json").exists():
         raise UserError(f"{folder.parent}: no plan.json here yet. Run snakemake first.")
     plan = read_json(folder.parent / "plan.json")
-    passes = {name: len(records) for name, records in plan["chunks"].items()}
+    passes = {name: one["passes"] for name, one in plan["chunks"].items()}
     if plan["controls"]:
         passes[plan["controls"]] = _passes(folder.parent / f"chunks/{plan['controls']}.json")
     chunks = [_chunk(folder, name, number) for name, number in passes.items()]

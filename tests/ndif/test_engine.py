@@ -29,7 +29,8 @@ from nnsweep.chunks import columns, keys_of, pass_ids
 from nnsweep.config import read_config
 from nnsweep.engines.ndif import NdifEngine, pack, pack_probe
 from nnsweep.errors import UserError
-from nnsweep.jobs import budget_of, load_vector, open_engine, run_chunk
+from nnsweep.expansion import load_vector
+from nnsweep.jobs import budget_of, open_engine, run_chunk
 from nnsweep.models import locate, model_key, open_model
 from nnsweep.ndif import preflight, server, transport
 from nnsweep.ndif.state import ServerState
@@ -539,7 +540,7 @@ def test_a_sample_of_points_is_compared(flow: Flow, tmp_path: Path) -> None:
     assert not project.values.exists()
     verdict = read_json(project / VERDICT)
     plan = project.plan()
-    keys = keys_of(read_json(project.results / "chunks" / f"{plan['sample']}.json"))
+    keys = keys_of(read_json(project.results / "chunks" / f"{next(iter(plan['sample']))}.json"))
     assert (verdict["holds"], verdict["values"]) == (True, 4 * len(keys))
     assert verdict["points"] == len({point for point, _ in keys}) < plan["points"]
 

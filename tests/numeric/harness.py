@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsweep.chunks import columns, keys_of
-from nnsweep.jobs import load_vector
+from nnsweep.expansion import load_vector
 from nnsweep.plan import make_plan
 from nnsweep.planned import Plan, Settings
 from nnsweep.prompts import PromptRow, prepare_rows

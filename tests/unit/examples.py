@@ -10,6 +10,7 @@ from typing import Any
 from nnsweep.plan import make_plan
 from nnsweep.planned import Plan, Settings
 from nnsweep.prompts import PromptRow, prepare_rows
+from nnsweep.reuse import Earlier
 from nnsweep.sites import site_table
 from nnsweep.sweep import Sweep
 
@@ -170,10 +171,18 @@ def plan_of(
     sweep: Sweep,
     rows: Sequence[PromptRow],
     model: Mapping[str, Any] | None = None,
-    earlier: Sequence[Sequence[str]] = (),
+    earlier: Sequence[Earlier] = (),
     load_vector: Any = no_vector,
     **settings: Any,
 ) -> Plan:
     """Plan a sweep."""
     chosen = dict(model or model_of())
     return make_plan(sweep, chosen, rows, Settings(**settings), load_vector, earlier)
+
+
+def lying(plan: Plan, *, finished: bool = True, own: bool = True) -> list[Earlier]:
+    """The chunks of a plan as a later plan finds them."""
+    return [
+        *(Earlier(chunk, own, finished) for chunk in plan.chunks),
+        *([Earlier(plan.controls, own, finished, "controls")] if plan.controls else []),
+    ]

@@ -11,7 +11,8 @@ from nnsweep import models
 from nnsweep.config import read_config
 from nnsweep.documents import parse
 from nnsweep.errors import UserError
-from nnsweep.jobs import load_vector, read_sweep
+from nnsweep.expansion import load_vector
+from nnsweep.jobs import read_sweep
 from nnsweep.prompts import from_table, read_records, to_table
 from nnsweep.sweep import Sweep
 from nnsweep.tables import read_table, write_table

@@ -15,7 +15,7 @@ NOBODY = "0123456789abcdef"
 """A chunk that no plan has."""
 
 
-PLAN = {"chunks": {"a" * 16: [], "b" * 16: []}, "controls": "c" * 16, "sample": None}
+PLAN = {"chunks": {"a" * 16: {}, "b" * 16: {}}, "controls": "c" * 16, "sample": {}}
 
 
 @dataclass
@@ -130,7 +130,7 @@ def test_a_finished_run_has_no_leftovers(tidy):
 
 def test_the_sample_of_a_plan_is_no_leftover_and_that_of_an_earlier_one_is(tidy):
     sample = plant(tidy.results / f"local/chunks/{NOBODY}.parquet")
-    plan(tidy, sample=NOBODY)
+    plan(tidy, sample={NOBODY: None})
     assert not listed(tidy, gc(tidy))
     plan(tidy)
     assert listed(tidy, gc(tidy)) == {sample}

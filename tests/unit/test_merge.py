@@ -18,12 +18,14 @@ from examples import (
 )
 
 from nnsweep import jobs, prompts
-from nnsweep.chunks import keys_of
+from nnsweep.chunks import in_order, keys_of
 from nnsweep.config import Config
 from nnsweep.engines import Result
 from nnsweep.errors import CheckFailed, NnsweepError, UserError
-from nnsweep.merge import assemble, merge_chunks, read_parts, texts, token_lists
-from nnsweep.planned import Settings
+from nnsweep.expansion import expand_sweep, load_vector
+from nnsweep.merge import merge_chunks, sample_values, texts, token_lists
+from nnsweep.parts import read_part
+from nnsweep.provenance import versions
 from nnsweep.sweep import axis_kinds
 from nnsweep.tables import (
     part_schema,
@@ -44,17 +46,33 @@ BAD = [
 ]
 
 
-def number(point, row):
+TWO = {
+    "gap": {"kind": "logit_diff", "answers": ["target", "foil"]},
+    "extra": {"kind": "prob", "answer": "target"},
+}
+
+
+def number(point, row, kind="logit_diff"):
     """What the made-up engine says of a point on a row."""
-    return zlib.crc32(f"{point} {row}".encode()) / 2**32
+    return zlib.crc32(f"{point} {row} {kind}".encode()) / 2**32
 
 
 class MadeUp:
-    """An engine without a model; controls give the same number on every run."""
+    """An engine without a model; controls give the same number on every run.
+
+    The measure called `hole` has no number.
+    """
+
+    hole = None
+
+    def one(self, point, row, spec):
+        if point.startswith("control:"):
+            return 0.5
+        return float("nan") if spec["name"] == self.hole else number(point, row, spec["kind"])
 
     def run(self, chunk, report):
         values = [
-            [0.5 if point.startswith("control:") else number(point, row)]
+            [self.one(point, row, spec) for spec in chunk["measures"]]
             for point, row in keys_of(chunk)
         ]
         facts = {
@@ -62,8 +80,8 @@ class MadeUp:
             "device_name": "cpu",
             "dtype": "float32",
             "attention": "sdpa",
-            "threads": 1,
-            "versions": {},
+            "threads": 2,
+            "versions": versions(),
             "seconds_run": 0.0,
         }
         return Result(torch.tensor(values), facts, [])
@@ -88,9 +106,9 @@ class Chain:
         table = prompts.to_table(rows)
         write_table(results / "prompts.parquet", table, table.schema)
         write_json(results / "model.json", model_of())
-        return jobs.expand_sweep(
+        return expand_sweep(
             sweep,
-            Settings(**settings),
+            Config(**settings),
             results / "model.json",
             results / "prompts.parquet",
             results,
@@ -256,35 +274,56 @@ def test_a_generated_text_is_its_tokens_and_none_is_none():
 # --- what is refused --------------------------------------------------------------------------
 
 
-def test_a_missing_value_is_named(chain):
+def rewrite(path, change):
+    table = read_table(path)
+    write_table(path, change(table), table.schema)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda part: part.slice(1), "values, the plan takes"),
+        (lambda part: pa.concat_tables([part, part.slice(0, 1)]), "stands twice; delete"),
+        (lambda part: _renamed(part, "point_key", "stranger"), "values, the plan takes"),
+        (lambda part: _renamed(part, "row_key", "stranger"), "values, the plan takes"),
+    ],
+)
+def test_a_value_lost_doubled_or_strange_is_refused(chain, change, said):
     sweep = chain.sweep(RECORDS)
     results, plan = chain.run(sweep, chunk_passes=2)
-    names = [chunk["chunk_id"] for chunk in plan.chunks]
-    parts = read_parts(results / "local" / "chunks", names[1:], ALONE)
+    path = results / "local" / "chunks" / f"{plan.chunks[1]['chunk_id']}.parquet"
+    rewrite(path, change)
+    with pytest.raises(CheckFailed, match=said) as caught:
+        merge_chunks(sweep, results, "local", results / "local")
+    assert str(path) in str(caught.value)
+    assert not (results / "local" / "values.parquet").exists()
+
+
+def _renamed(part, column, name):
+    """The part with another key in its first row."""
+    keys = pa.array([name, *part[column].to_pylist()[1:]], pa.string())
+    return part.set_column(part.schema.names.index(column), column, keys)
+
+
+def test_a_part_that_holds_another_chunks_values_is_refused(chain):
+    sweep = chain.sweep(RECORDS)
+    results, plan = chain.run(sweep, chunk_passes=2)
+    first, second = (
+        results / "local" / "chunks" / f"{chunk['chunk_id']}.parquet" for chunk in plan.chunks[:2]
+    )
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(CheckFailed, match="values, the plan takes"):
+        merge_chunks(sweep, results, "local", results / "local")
+
+
+def test_a_plan_that_lost_a_chunk_names_the_first_missing_value(chain):
+    sweep = chain.sweep(RECORDS)
+    results, plan = chain.run(sweep, chunk_passes=2)
+    planned = read_json(results / "plan.json")
+    del planned["chunks"][plan.chunks[0]["chunk_id"]]
+    write_json(results / "plan.json", planned)
     with pytest.raises(CheckFailed, match=r"\d+ of 30 values are missing, the first is point"):
-        assemble(sweep, results, ALONE, parts)
-
-
-def test_a_value_that_came_twice_is_named(chain):
-    sweep = chain.sweep(RECORDS)
-    results, plan = chain.run(sweep)
-    names = [chunk["chunk_id"] for chunk in plan.chunks]
-    with pytest.raises(CheckFailed, match=f"stands twice; delete .*{names[0]}.parquet and run"):
-        read_parts(results / "local" / "chunks", names + names, ALONE)
-
-
-def test_a_value_that_was_not_asked_for_is_refused(chain):
-    sweep = chain.sweep(RECORDS)
-    results, plan = chain.run(sweep)
-    names = [chunk["chunk_id"] for chunk in plan.chunks]
-    parts = read_parts(results / "local" / "chunks", names, ALONE)
-    stranger = parts.iloc[[0]].assign(point_key="stranger")
-    with pytest.raises(CheckFailed, match="31 values came back, 30 were asked for"):
-        assemble(sweep, results, ALONE, type(parts)(_stacked(parts, stranger)))
-
-
-def _stacked(*frames):
-    return {name: [v for frame in frames for v in frame[name]] for name in frames[0].columns}
+        merge_chunks(sweep, results, "local", results / "local")
 
 
 def test_a_part_of_another_sweep_is_refused(chain):
@@ -294,7 +333,7 @@ def test_a_part_of_another_sweep_is_refused(chain):
     other = part_schema(["kl"])
     write_table(results / "local" / "chunks" / f"{name}.parquet", other.empty_table(), other)
     with pytest.raises(NnsweepError, match="columns are not those asked for"):
-        read_parts(results / "local" / "chunks", [name], ALONE)
+        read_part(results / "local" / "chunks" / f"{name}.parquet", ALONE)
 
 
 def test_a_broken_control_leaves_no_values(chain):
@@ -333,19 +372,156 @@ def test_an_engine_that_returns_another_number_of_values_leaves_no_part(chain, l
 # --- growth on disk ---------------------------------------------------------------------------
 
 
-def test_a_grown_sweep_keeps_the_files_of_its_chunks(chain):
-    small = chain.sweep(RECORDS, axes=AXES | {"layer": [0, 1]})
-    results, first = chain.run(small, chunk_passes=3, batch_rows=2)
-    whole = chain.sweep(RECORDS)
-    second = chain.plan(whole, results, chunk_passes=3, batch_rows=2)
-    kept = {chunk["chunk_id"] for chunk in first.chunks}
-    assert kept <= {chunk["chunk_id"] for chunk in second.chunks}
-    new = [chunk["chunk_id"] for chunk in second.chunks if chunk["chunk_id"] not in kept]
-    for name in [*new, second.controls["chunk_id"]]:
-        chain.run_chunk(results, name)
-    merge_chunks(whole, results, "local", results / "local")
-    fresh = chain.values(whole, "fresh", chunk_passes=3, batch_rows=2)
-    assert (results / "local" / "values.parquet").read_bytes() == fresh.read_bytes()
+def measured(path):
+    """(layer, position, row) -> the values of a table."""
+    lines = read_table(path).to_pylist()
+    axes = ("layer", "position", "row_id")
+    known = ("point_id", "status", "reason", *axes)
+    return {
+        tuple(line[name] for name in axes): {k: v for k, v in line.items() if k not in known}
+        for line in lines
+    }
+
+
+class Growing:
+    """A sweep that changes in one folder, with an engine that counts what it runs."""
+
+    def __init__(self, chain):
+        self.chain, self.results = chain, chain.folder / "results"
+        self.ran = []
+
+    def run(self, records=RECORDS, name="results", **changes):
+        """Plan anew, run what has no part yet, merge; how many values were run."""
+        settings = {"chunk_passes": 3, "batch_rows": 4} | changes.pop("settings", {})
+        sweep = self.chain.sweep(records, **changes)
+        results = self.chain.folder / name
+        plan = self.chain.plan(sweep, results, **settings)
+        ran = 0
+        for chunk in [*plan.chunks, plan.controls]:
+            if not (results / "local" / "chunks" / f"{chunk['chunk_id']}.parquet").exists():
+                self.chain.run_chunk(results, chunk["chunk_id"])
+                ran += 0 if chunk is plan.controls else len(keys_of(chunk))
+        merge_chunks(sweep, results, "local", results / "local")
+        return ran, plan, results / "local" / "values.parquet"
+
+
+@pytest.fixture
+def growing(chain):
+    return Growing(chain)
+
+
+def chunk_names(results):
+    plan = read_json(results / "plan.json")
+    return list(in_order(plan))
+
+
+def fresh(growing, **changes):
+    """The same sweep in a results folder of its own."""
+    return growing.run(name="elsewhere/alone", **changes)[2]
+
+
+GROWTH = [
+    ({"axes": AXES | {"layer": [0, 1]}}, {}, 10),
+    ({}, {"axes": AXES | {"layer": [0, 2]}}, 0),
+    ({}, {"axes": AXES | {"position": ["last"]}}, 0),
+    ({"records": RECORDS[:-1]}, {}, 6),
+    ({}, {"records": RECORDS[1:]}, 0),
+    ({}, {"records": RECORDS[::-1]}, 0),
+    ({"measures": TWO}, {"measures": {"gap": TWO["gap"]}}, 0),
+    ({"measures": TWO}, {"measures": {"other": TWO["gap"]}}, 0),
+    ({"measures": {"gap": TWO["gap"]}}, {"measures": TWO}, 30),
+    ({}, {"records": [RECORDS[0] | {"base_answer": "Lima"}, *RECORDS[1:]]}, 6),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "values"), GROWTH)
+def test_a_sweep_that_changes_runs_what_is_new_and_nothing_else(growing, before, after, values):
+    growing.run(**before)
+    ran, _, table = growing.run(**after)
+    assert ran == values
+    assert table.read_bytes() == fresh(growing, **after).read_bytes()
+    assert growing.run(**after)[0] == 0
+
+
+def test_what_was_removed_and_comes_back_runs_nothing(growing):
+    _, _, whole = growing.run()
+    before = whole.read_bytes()
+    assert growing.run(axes=AXES | {"layer": [1]})[0] == 0
+    assert len(read_table(whole)) == 10
+    ran, _, again = growing.run()
+    assert ran == 0
+    assert again.read_bytes() == before
+
+
+def test_sweeps_of_one_folder_share_what_they_have_run(growing):
+    _, first, _ = growing.run()
+    ran, second, table = growing.run(name="copy")
+    assert (ran, second.chunks) == (0, first.chunks)
+    assert table.read_bytes() == fresh(growing).read_bytes()
+    assert chunk_names(growing.results.parent / "copy") == chunk_names(growing.results)
+    # Half of the points are those of the other sweep, in its chunks.
+    ran, _, table = growing.run(name="half", axes=AXES | {"layer": [1, 2, 3]})
+    assert ran == 10
+    assert table.read_bytes() == fresh(growing, axes=AXES | {"layer": [1, 2, 3]}).read_bytes()
+
+
+def test_of_two_chunks_that_hold_a_value_one_gives_it(growing):
+    """Two folders that knew nothing of each other come together."""
+    growing.run(axes=AXES | {"layer": [0, 1]})
+    growing.run(name="far/away", axes=AXES | {"layer": [1, 2]}, settings={"batch_rows": 2})
+    (growing.chain.folder / "far" / "away").rename(growing.chain.folder / "away")
+    ran, plan, table = growing.run()
+    assert ran == 2  # Of one chunk less than half was left to take.
+    assert any(part.values < len(keys_of(part.chunk)) for part in plan.parts)
+    assert table.read_bytes() == fresh(growing).read_bytes()
+
+
+@pytest.mark.parametrize("change", [{"threads": 7}, {"versions": {"torch": "0"}}])
+def test_what_was_made_otherwise_is_not_taken_from_another_sweep(growing, change):
+    growing.run()
+    for facts in (growing.results / "local" / "chunks").glob("*.json"):
+        write_json(facts, read_json(facts) | change)
+    assert growing.run(name="copy")[0] == 30
+
+
+def test_a_change_of_semantics_is_told_and_runs_everything(growing, caplog):
+    growing.run()
+    for path in (growing.results / "chunks").glob("*.json"):
+        write_json(path, read_json(path) | {"semantics": 0})
+    for part in (growing.results / "local" / "chunks").glob("*"):
+        part.rename(part.with_name(f"0{part.name[1:]}"))
+    ran, _, _ = growing.run()
+    assert ran == 30
+    assert "values of semantics 0 are left aside" in caplog.text
+
+
+def test_errors_of_a_measure_that_is_gone_are_gone(growing):
+    """One measure without a number makes the row an error; without that measure it is none."""
+    growing.chain.engine.hole = "extra"
+    growing.run(measures=TWO)
+    lines = read_table(growing.results / "local" / "values.parquet").to_pylist()
+    assert {line["reason"] for line in lines} == {"extra is not finite"}
+    ran, _, table = growing.run(measures={"gap": TWO["gap"]})
+    assert ran == 0
+    assert {line["status"] for line in read_table(table).to_pylist()} == {"ok"}
+    growing.chain.engine.hole = None
+    assert table.read_bytes() == fresh(growing, measures={"gap": TWO["gap"]}).read_bytes()
+
+
+def test_a_sample_is_taken_from_chunks_that_hold_more(growing):
+    growing.run()
+    axes = AXES | {"layer": [0, 2]}
+    _, plan, table = growing.run(axes=axes, settings={"parity": {"points": 2}})
+    (part,) = plan.sample
+    name = part.chunk["chunk_id"]
+    growing.chain.run_chunk(growing.results, name)
+    sweep = growing.chain.sweep(RECORDS, axes=axes)
+    found = sample_values(
+        sweep, growing.results, [growing.results / "local" / "chunks" / f"{name}.parquet"]
+    )
+    whole = {(line["point_id"], line["row_id"]): line for line in read_table(table).to_pylist()}
+    assert len({line["point_id"] for line in found.to_pylist()}) >= 2
+    assert all(line == whole[line["point_id"], line["row_id"]] for line in found.to_pylist())
 
 
 def test_planning_twice_writes_the_same_files(chain):
@@ -418,7 +594,7 @@ def vector(tmp_path):
 
     def load(tensor, layer=0, key="vector"):
         save_file({"vector": tensor}, tmp_path / "v.safetensors")
-        return jobs.load_vector({"file": str(tmp_path / "v.safetensors"), "key": key}, layer)
+        return load_vector({"file": str(tmp_path / "v.safetensors"), "key": key}, layer)
 
     return load
 
@@ -452,7 +628,7 @@ def test_a_missing_vector_file_is_refused(tmp_path):
     (tmp_path / "junk.safetensors").write_bytes(b"junk")
     for name in ("none.safetensors", "junk.safetensors"):
         with pytest.raises(UserError, match=name):
-            jobs.load_vector({"file": str(tmp_path / name), "key": "vector"}, 0)
+            load_vector({"file": str(tmp_path / name), "key": "vector"}, 0)
 
 
 # --- documents on disk ------------------------------------------------------------------------

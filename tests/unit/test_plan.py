@@ -12,6 +12,7 @@ from examples import (
     RECORDS,
     alone_of,
     document,
+    lying,
     model_of,
     plan_of,
     record,
@@ -29,7 +30,6 @@ from nnsweep.chunks import (
     keys_of,
     naive_passes,
     pass_ids,
-    pass_records,
     split_chunk,
     split_pass,
 )
@@ -208,8 +208,7 @@ def test_planning_again_changes_nothing(tmp_path, chunk_passes):
     sweep = layers_by_positions()
     rows = rows_of(sweep, tmp_path)
     plan = plan_of(sweep, rows, chunk_passes=chunk_passes)
-    earlier = [pass_records(chunk) for chunk in plan.chunks]
-    again = plan_of(sweep, rows, chunk_passes=chunk_passes, earlier=earlier)
+    again = plan_of(sweep, rows, chunk_passes=chunk_passes, earlier=lying(plan, finished=False))
     assert chunk_ids(again) == chunk_ids(plan)
     assert again.chunks == plan.chunks
 
@@ -388,8 +387,7 @@ def test_points_share_a_pass_up_to_the_batch(tmp_path, batch_rows, points):
 def grown(tmp_path, before, after, **how):
     """Plan `before`, then `after` with what is known of the first plan."""
     old = plan_of(before, rows_of(before, tmp_path), **how)
-    earlier = [pass_records(chunk) for chunk in old.chunks]
-    return old, plan_of(after, rows_of(after, tmp_path), earlier=earlier, **how)
+    return old, plan_of(after, rows_of(after, tmp_path), earlier=lying(old), **how)
 
 
 @pytest.mark.parametrize("chunk_passes", [1, 3, 64])
@@ -435,28 +433,131 @@ def test_what_is_not_read_changes_no_point(tmp_path, changes):
     )
 
 
-def test_a_grown_sweep_keeps_its_passes_and_a_smaller_batch_does_not(tmp_path):
+def test_a_grown_sweep_keeps_its_passes(tmp_path):
     """The new layer has a pass of its own, though the earlier pass had room for it."""
     before = layers_by_positions(axes={"layer": [0, 1], "position": ["last"]})
     after = layers_by_positions(axes={"layer": [0, 1, 2], "position": ["last"]})
     old, new = grown(tmp_path, before, after)
     assert [item["resumes"] for item in passes_of(old)] == [[1, 2]] * 3
     assert [item["resumes"] for item in passes_of(new)] == [[1, 2]] * 3 + [[3]] * 3
-    earlier = [pass_records(chunk) for chunk in new.chunks]
-    rows = rows_of(after, tmp_path)
-    smaller = plan_of(after, rows, batch_rows=2, earlier=earlier)
-    assert smaller.chunks == plan_of(after, rows, batch_rows=2).chunks
-    exact = plan_of(after, rows, recompute="exact", earlier=earlier)
-    assert exact.chunks == plan_of(after, rows, recompute="exact").chunks
+
+
+def values_of(part):
+    return part.values, len(keys_of(part.chunk))
+
+
+@pytest.mark.parametrize("how", [{"batch_rows": 2}, {"chunk_passes": 1}, {"recompute": "exact"}])
+def test_what_nobody_has_run_is_cut_as_the_settings_say(tmp_path, how):
+    sweep = layers_by_positions()
+    rows = rows_of(sweep, tmp_path)
+    earlier = lying(plan_of(sweep, rows), finished=False)
+    assert plan_of(sweep, rows, earlier=earlier, **how).chunks == plan_of(sweep, rows, **how).chunks
+
+
+@pytest.mark.parametrize("how", [{"batch_rows": 2}, {"chunk_passes": 1}])
+def test_what_is_finished_stays_whatever_the_settings_say(tmp_path, how):
+    sweep = layers_by_positions()
+    rows = rows_of(sweep, tmp_path)
+    old = plan_of(sweep, rows)
+    assert plan_of(sweep, rows, earlier=lying(old), **how).chunks == old.chunks
+
+
+def test_exact_takes_nothing_from_fast(tmp_path):
+    sweep = layers_by_positions()
+    rows = rows_of(sweep, tmp_path)
+    fast, exact = (plan_of(sweep, rows, recompute=how) for how in ("fast", "exact"))
+    again = plan_of(sweep, rows, recompute="exact", earlier=lying(fast))
+    assert again.chunks == exact.chunks
+    assert plan_of(sweep, rows, earlier=lying(exact)).chunks == exact.chunks
+
+
+def test_fewer_layers_run_nothing_and_take_only_theirs(tmp_path):
+    before = layers_by_positions()
+    after = layers_by_positions(axes=ALL | {"layer": [3, 1]})
+    old, new = grown(tmp_path, before, after, batch_rows=4)
+    assert set(chunk_ids(new)) <= set(chunk_ids(old))
+    assert sum(part.values for part in new.parts) == sum(len(point.rows) for point in new.points)
+    assert new.controls["chunk_id"] == old.controls["chunk_id"]
+    assert all(part.values <= len(keys_of(part.chunk)) for part in new.parts)
+
+
+def test_fewer_rows_run_nothing(tmp_path):
+    sweep = layers_by_positions()
+    old = plan_of(sweep, rows_of(sweep, tmp_path))
+    new = plan_of(sweep, rows_of(sweep, tmp_path, RECORDS[:-1]), earlier=lying(old))
+    assert chunk_ids(new) == chunk_ids(old)
+    assert sum(part.values for part in new.parts) == sum(len(point.rows) for point in new.points)
+
+
+def test_a_new_row_has_blocks_of_its_own(tmp_path):
+    sweep = layers_by_positions()
+    old = plan_of(sweep, rows_of(sweep, tmp_path, RECORDS[:-1]))
+    rows = rows_of(sweep, tmp_path)
+    new = plan_of(sweep, rows, earlier=lying(old))
+    assert chunk_ids(new)[: len(old.chunks)] == chunk_ids(old)
+    fresh = new.chunks[len(old.chunks) :]
+    assert {key for chunk in fresh for b in chunk["blocks"] for key in b["row_keys"]} == {
+        rows[len(RECORDS) - 1].row_key
+    }
+
+
+def test_a_changed_answer_spoils_its_row_alone(tmp_path):
+    """The tokens are the same, so the row has the same key: its values must not be taken."""
+    sweep = layers_by_positions()
+    old = plan_of(sweep, rows_of(sweep, tmp_path))
+    records = [RECORDS[0] | {"base_answer": "Lima"}, *RECORDS[1:]]
+    rows = rows_of(sweep, tmp_path, records)
+    new = plan_of(sweep, rows, earlier=lying(old))
+    key = rows[0].row_key
+    assert {tuple(part.stale) for part in new.parts} == {(), (key,)}
+    fresh = new.chunks[len([part for part in new.parts if part.stale]) :]
+    assert all(key in b["row_keys"] for chunk in fresh for b in chunk["blocks"])
+    assert sum(part.values for part in new.parts) == sum(len(point.rows) for point in new.points)
+
+
+def test_fewer_measures_and_new_names_run_nothing(tmp_path):
+    more = {"gap": {"kind": "logit_diff", "answers": ["target", "foil"]}, "kl": {"kind": "kl"}}
+    before, after = (
+        layers_by_positions(measures=one) for one in (more, {"difference": more["gap"]})
+    )
+    old, new = grown(tmp_path, before, after)
+    assert chunk_ids(new) == chunk_ids(old)
+    assert [part.names for part in new.parts] == [{"difference": "gap"}] * len(new.parts)
+    again = plan_of(before, rows_of(before, tmp_path), earlier=lying(new))
+    assert chunk_ids(again) == chunk_ids(old)
+
+
+def test_another_sweeps_chunks_are_taken_when_half_of_them_is_wanted(tmp_path):
+    before = layers_by_positions(axes={"layer": [0, 1, 2, 3], "position": ["last"]})
+    old = plan_of(before, rows_of(before, tmp_path))
+    for layers, taken in (([0, 1], True), ([0], False)):
+        sweep = layers_by_positions(axes={"layer": layers, "position": ["last"]})
+        rows = rows_of(sweep, tmp_path)
+        new = plan_of(sweep, rows, earlier=lying(old, own=False))
+        assert (chunk_ids(new) == chunk_ids(old)) is taken
+        assert plan_of(sweep, rows, earlier=lying(old, own=False, finished=False)).chunks == (
+            plan_of(sweep, rows).chunks
+        )
+        assert chunk_ids(plan_of(sweep, rows, earlier=lying(old))) == chunk_ids(old)
+
+
+@pytest.mark.parametrize("wanted", [{"mean": "text"}, {"resample": "text", "seed": 0}])
+def test_another_place_in_one_row_of_a_reference_changes_every_point(tmp_path, wanted):
+    """The tokens of that row are the same, but not what the mean is taken over."""
+    write = {"site": "resid_post", "layer": 1, "position": "subject", "set": wanted}
+    sweep = alone_of(writes=[write], axes={})
+    moved = [RECORDS[0] | {"word": "town"}, *RECORDS[1:]]
+    plans = [plan_of(sweep, rows_of(sweep, tmp_path, one)) for one in (RECORDS, moved)]
+    assert [p.points[0].point_key for p in plans] != [plans[0].points[0].point_key] * 2
+    again = plan_of(sweep, rows_of(sweep, tmp_path, moved), earlier=lying(plans[0]))
+    assert again.chunks == plans[1].chunks
 
 
 def test_a_lost_chunk_is_cut_anew(tmp_path):
     sweep = layers_by_positions()
     rows = rows_of(sweep, tmp_path)
     whole = plan_of(sweep, rows, chunk_passes=2)
-    earlier = [pass_records(chunk) for chunk in whole.chunks]
-    gone = [earlier[0][0] | {"pass_id": "gone"}]
-    again = plan_of(sweep, rows, chunk_passes=2, earlier=[gone, [], *earlier[1:]])
+    again = plan_of(sweep, rows, chunk_passes=2, earlier=lying(whole)[1:])
     assert chunk_ids(again) == [*chunk_ids(whole)[1:], chunk_ids(whole)[0]]
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from nnsweep import jobs
 from nnsweep.config import read_config
+from nnsweep.expansion import expand_sweep
 from nnsweep.merge import merge_chunks
 from nnsweep.planned import Plan
 from workflow.project import CUT, Project
@@ -18,7 +19,7 @@ def run_inline(project: Project, results: Path, **config) -> Plan:
     settings = read_config({"device": "cpu", "threads": 1} | CUT | config)
     model, prompts = project.results / "model.json", results / "prompts.parquet"
     jobs.prepare_prompts(sweep, model, prompts)
-    plan = jobs.expand_sweep(sweep, jobs.settings_of(settings), model, prompts, results)
+    plan = expand_sweep(sweep, settings, model, prompts, results)
     out = results / "local"
     for name in [chunk["chunk_id"] for chunk in (*plan.chunks, plan.controls)]:
         part, facts = out / f"chunks/{name}.parquet", out / f"chunks/{name}.json"

@@ -133,7 +133,7 @@ def test_a_part_with_doubled_rows_is_refused(copied):
 def test_a_part_with_a_missing_row_is_refused(copied):
     part = next(iter(copied.parts().values()))
     pq.write_table(pq.read_table(part).slice(1), part)
-    refused(copied, "missing", "row")
+    refused(copied, "11 values", "12", part.name)
 
 
 def refused(project: Project, *texts: str) -> None:

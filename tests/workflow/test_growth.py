@@ -1,8 +1,9 @@
 """A sweep that changes runs only what is new."""
 
+import json
+
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import pytest
 
 from workflow.project import ROWS, SWEEP, Project, times
 
@@ -47,21 +48,70 @@ def by_key(table):
     }
 
 
-def test_a_changed_prompt_runs_only_the_chunks_of_its_length(finished, copied):
+def rows_in(project: Project, chunk: str) -> set[str]:
+    """The keys of the rows in a chunk."""
+    blocks = json.loads((project.results / f"chunks/{chunk}.json").read_text())["blocks"]
+    return {key for block in blocks for key in block["row_keys"]}
+
+
+def test_a_changed_prompt_runs_only_its_points(finished, copied):
     before = times(copied.parts())
     rows = [*ROWS[:-1], ("king", "It was dark when the {} sat on the", *ROWS[-1][2:])]
     copied.write_prompts(rows)
-    new = ran(copied.run(TARGET), copied)
-    assert len(new) == 1
-    kept = set(copied.parts()) & set(before)
-    assert len(kept) == 1
-    assert not kept & new
+    (new,) = ran(copied.run(TARGET), copied)
+    assert len(rows_in(copied, new)) == 1
     after = times(copied.parts())
-    assert all(after[name] == before[name] for name in kept)
+    assert {name: after[name] for name in before} == before
+    assert set(after) - set(before) == {new}
     old, now = by_key(pq.read_table(finished.values)), by_key(pq.read_table(copied.values))
-    assert all(now[key] == old[key] for key in old if key[2] not in ("king", "dog"))
-    assert all(now[key] == pytest.approx(old[key], abs=1e-4) for key in old if key[2] == "dog")
+    assert all(now[key] == old[key] for key in old if key[2] != "king")
     assert any(now[key] != old[key] for key in old if key[2] == "king")
+
+
+def test_what_is_removed_runs_nothing_and_may_come_back(finished, copied):
+    """A layer, a measure and two rows less; then all of it again."""
+    whole = copied.values.read_bytes()
+    measures = {"difference": SWEEP["measures"]["gap"]}
+    copied.write_sweep(axes=SWEEP["axes"] | {"layer": [2, 0]}, measures=measures)
+    copied.write_prompts(ROWS[1:-1])
+    done = copied.run(TARGET)
+    assert ran(done, copied) == set()
+    assert done.jobs("run_chunk") == 0
+    old, now = by_key(pq.read_table(finished.values)), pq.read_table(copied.values)
+    assert now.num_rows == 2 * 2 * 4
+    gap = list(SWEEP["measures"]).index("gap")
+    assert all(
+        row["difference"] == old[row["position"], row["layer"], row["row_id"]][gap]
+        for row in now.to_pylist()
+    )
+    copied.write_sweep()
+    copied.write_prompts(ROWS)
+    assert ran(copied.run(TARGET), copied) == set()
+    assert copied.values.read_bytes() == whole
+
+
+def test_another_name_runs_nothing(finished, copied):
+    """Snakemake takes what the other sweep has finished for its own, at other threads it does not.
+
+    Nothing is taken away from the first sweep.
+    """
+    copied.write_sweep(name="other")
+    done = copied.run(sweep="other")
+    assert done.code == 0, done.out
+    assert "Running chunk" not in done.out
+    assert "3 finished parts of other sweeps serve here" in done.out + log_of(copied, "other")
+    values = copied / "results/other/local/values.parquet"
+    assert values.read_bytes() == finished.values.read_bytes()
+    assert copied.run(sweep="other").idle
+    assert copied.run().idle
+    copied.write_sweep(name="third")
+    assert copied.run("results/third/plan.json", sweep="third", threads=2).code == 0
+    assert not list((copied / "results/third").glob("local/chunks/*"))
+
+
+def log_of(project: Project, sweep: str) -> str:
+    """What rule expand_sweep said."""
+    return (project / f"logs/{sweep}/expand_sweep.log").read_text()
 
 
 def planned(project: Project, **config) -> set[str]:

@@ -140,6 +140,7 @@ def test_one_core_and_one_large_chunk_give_the_same_bytes(finished, copied):
 @pytest.mark.parametrize("chunk_passes", [1, 7])
 def test_chunk_size_moves_no_bit(finished, tmp_path, monkeypatch, chunk_passes):
     monkeypatch.chdir(finished.root)
-    plan = run_inline(finished, tmp_path, chunk_passes=chunk_passes)
+    results = tmp_path / "results/tiny"
+    plan = run_inline(finished, results, chunk_passes=chunk_passes)
     assert len(plan.chunks) == -(-12 // chunk_passes)
-    assert digest(tmp_path / "local" / "values.parquet") == digest(finished.values)
+    assert digest(results / "local" / "values.parquet") == digest(finished.values)

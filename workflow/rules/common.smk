@@ -12,7 +12,8 @@ from nnsweep import SEMANTICS
 from nnsweep.config import read_config
 from nnsweep.cost import WAITING_MB, chunk_mb, chunk_minutes, waiting_minutes
 from nnsweep.errors import UserError
-from nnsweep.jobs import read_sweep, settings_of, size_line
+from nnsweep.expansion import settings_of
+from nnsweep.jobs import read_sweep, size_line
 from nnsweep.sites import SHAPE_VERSION
 from nnsweep.sweep import vector_files
 
@@ -28,8 +29,6 @@ config.update(CONFIG.model_dump(mode="json"))
 validate(config, "../schemas/config.schema.yaml")
 
 SWEEP = SPEC.name
-# Snakemake would look for a backup of a plan that never was.
-EARLIER_PLAN = update if Path(f"results/{SWEEP}/plan.json").exists() else str
 ENGINE = CONFIG.engine
 if workflow.is_main_process:
     try:
@@ -55,6 +54,11 @@ PARITY_FILES = (
 
 # A request to NDIF has tries of its own; other chunks follow `snakemake --retries`.
 CHUNK_RETRIES = 0 if ENGINE == "ndif" else None
+
+
+def kept(output):
+    """An output that the rule reads before it writes; the first time there is nothing to keep."""
+    return update(output) if Path(f"results/{SWEEP}/plan.json").exists() else output
 
 
 wildcard_constraints:
@@ -101,9 +105,9 @@ def parity_inputs(wildcards):
     """Two engines' tables; or one engine's sample and the other's table."""
     folder = f"results/{wildcards.sweep}"
     found = {"b": f"{folder}/{wildcards.b}/values.parquet"}
-    if CONFIG.parity.points == "all" or plan_of(wildcards)["sample"] is None:
+    if CONFIG.parity.points == "all" or not plan_of(wildcards)["sample"]:
         return found | {"a": f"{folder}/{wildcards.a}/values.parquet"}
-    return found | parts_of(wildcards, wildcards.a, [plan_of(wildcards)["sample"]])
+    return found | parts_of(wildcards, wildcards.a, list(plan_of(wildcards)["sample"]))
 
 
 def preflight(wildcards):

@@ -47,9 +47,10 @@ checkpoint expand_sweep:
     output:
         sweep="results/{sweep}/sweep.json",
         points="results/{sweep}/points.parquet",
-        # The earlier plan is read before it is replaced, so that finished chunks stay chunks.
-        plan=EARLIER_PLAN("results/{sweep}/plan.json"),
-        chunks=directory("results/{sweep}/chunks"),
+        # The earlier plan is read before it is replaced.
+        plan=kept("results/{sweep}/plan.json"),
+        # Finished chunks stay chunks, whatever the sweep asks for now.
+        chunks=kept(directory("results/{sweep}/chunks")),
     log:
         "logs/{sweep}/expand_sweep.log",
     retries: 0

@@ -10,10 +10,11 @@ import torch
 from nnsweep import kernel
 from nnsweep.chunks import halves_of, keys_of, pass_ids
 from nnsweep.engines import Result
-from nnsweep.engines.machine import pick_device, served, versions
+from nnsweep.engines.machine import pick_device, served
 from nnsweep.errors import NnsweepError
 from nnsweep.measures import functions
 from nnsweep.models import open_model
+from nnsweep.provenance import versions
 
 logger = logging.getLogger(__name__)
 

@@ -1,21 +1,10 @@
 """What the engines say of the machine they run on."""
 
-import platform
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from nnsweep import __version__
 from nnsweep.errors import UserError
-
-PACKAGES = ("torch", "transformers", "nnsight", "nnterp")
-
-
-def versions() -> dict[str, str]:
-    """Versions of all that can change a value."""
-    named = {name: version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), "nnsweep": __version__} | named
 
 
 def pick_device(wanted: str) -> str:

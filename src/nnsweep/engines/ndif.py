@@ -16,9 +16,9 @@ import torch
 from nnsweep import kernel, measures
 from nnsweep.chunks import columns, keys_of
 from nnsweep.engines import Result
-from nnsweep.engines.machine import versions
 from nnsweep.models import model_key, open_model
 from nnsweep.ndif.sessions import Budget, Sessions
+from nnsweep.provenance import versions
 
 logger = logging.getLogger(__name__)
 

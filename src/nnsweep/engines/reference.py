@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from nnsweep.engines import Result
-from nnsweep.engines.machine import pick_device, served, versions
+from nnsweep.engines.machine import pick_device, served
 from nnsweep.measures import functions
 from nnsweep.models import locate
+from nnsweep.provenance import versions
 
 Plain = Mapping[str, Any]
 Edit = Callable[[Tensor], Tensor]
@@ -180,14 +181,14 @@ class ReferenceEngine:
         if kind == "vector":
             vector = torch.tensor(operand["values"], device=self.device)
             return lambda old, row, k: vector
-        rows = self._taken(chunk["references"][str(operand["plus"])])
+        rows = self._taken(chunk["references"][operand["plus"]])
         if kind == "resample":
             return lambda old, row, k: rows[operand["partners"][row]][k]
-        if chunk["references"][str(operand["plus"])]["how"] == "tokens":
+        if chunk["references"][operand["plus"]]["how"] == "tokens":
             return lambda old, row, k: torch.stack([one[k] for one in rows.values()]).mean(0)
         mean = torch.cat(list(rows.values())).mean(0)
         if "minus" in operand:
-            others = self._taken(chunk["references"][str(operand["minus"])])
+            others = self._taken(chunk["references"][operand["minus"]])
             mean = mean - torch.cat(list(others.values())).mean(0)
         if operand.get("normalize"):
             mean = mean / mean.square().sum().sqrt()
