@@ -17,5 +17,5 @@ with job_log(snakemake.log[0]):
         Sweep.model_validate(json.loads(snakemake.params.sweep)),
         Path(snakemake.input.model),
         read_config(snakemake.config),
-        Path(snakemake.output[0]),
+        Path(snakemake.output.preflight),
     )

@@ -4,19 +4,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnsweep.config import read_config
-from nnsweep.jobs import run_chunk
+from nnsweep.jobs import recent, run_chunk, taken_over
 from nnsweep.log import job_log
 
 if TYPE_CHECKING:
     from snakemake.iocontainers import snakemake
 
 with job_log(snakemake.log[0]):
-    preflight = snakemake.input.get("preflight")
-    run_chunk(
-        Path(snakemake.input.chunk),
-        snakemake.wildcards.engine,
-        read_config(snakemake.config),
-        Path(snakemake.output.part),
-        Path(snakemake.output.facts),
-        Path(str(preflight)) if preflight else None,
-    )
+    config = read_config(snakemake.config)
+    chunk, part = Path(snakemake.input.chunk), Path(snakemake.output.part)
+    preflight = part.parents[2] / "ndif" / "preflight.json"
+    engine = snakemake.resources.side
+    if engine == snakemake.wildcards.engine or not taken_over(engine, part, config):
+        run_chunk(
+            chunk,
+            engine,
+            config,
+            part,
+            Path(snakemake.output.facts),
+            preflight if recent(preflight) else None,
+        )

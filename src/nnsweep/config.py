@@ -1,6 +1,7 @@
 """The workflow's configuration: where and how a sweep runs, never what it is."""
 
 import json
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,10 @@ from nnsweep.documents import Strict, parse
 Count = Annotated[int, Field(strict=True, ge=1)]
 NUMBER = r"-?(0|[1-9]\d*)(\.\d+)?"
 Seconds = Annotated[float, Field(gt=0)]
+SIDES = ("local", "ndif")
+"""The two engines of a mixed run."""
+
+ENGINES = ("local", "ndif", "reference", "mixed")
 
 
 class Bootstrap(Strict):
@@ -41,6 +46,29 @@ class Ndif(Strict):
     pause_s: Seconds = Field(2, description="first pause between tries; later ones grow to 60 s")
 
 
+class Mixed(Strict):
+    """Engine `mixed`: chunks here and on NDIF at the same time (docs/mixed.md)."""
+
+    ndif_share: float = Field(0.5, ge=0, le=1, description="share of the chunks that go to NDIF")
+    calibration_points: Count = Field(
+        5, description="points (whole passes of them) that both sides run and agree on before"
+    )
+    fallback: bool = Field(
+        False, description="whether a chunk that one side could not finish runs on the other"
+    )
+
+    def side(self, place: int, attempt: int = 1) -> str:
+        """The engine of a chunk.
+
+        Args:
+            place: The chunk's place in the plan; NDIF's share is spread evenly over the plan.
+            attempt: Every other attempt is the other side's, where `fallback` allows it.
+        """
+        before, after = (math.floor(n * self.ndif_share + 1e-9) for n in (place, place + 1))
+        chosen, other = SIDES if after == before else SIDES[::-1]
+        return other if self.fallback and attempt % 2 == 0 else chosen
+
+
 class Session(Strict):
     """How large one request may become."""
 
@@ -58,10 +86,11 @@ class Config(Strict):
     sweeps: Annotated[str, Field(min_length=1)] = Field(
         "config/sweeps", description="folder of the sweep files"
     )
-    engine: Literal["local", "ndif", "reference"] = Field(
+    engine: Literal["local", "ndif", "reference", "mixed"] = Field(
         "local",
-        description="where passes run: `local` (nnsight here), `ndif` (nnsight beside the weights) "
-        "or `reference` (plain hooks here, the oracle)",
+        description="where passes run: `local` (nnsight here), `ndif` (nnsight beside the "
+        "weights), `reference` (plain hooks here, the oracle) or `mixed` (some chunks here, some "
+        "on NDIF)",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="`auto` takes a GPU if there is one"
@@ -85,6 +114,7 @@ class Config(Strict):
     bootstrap: Bootstrap = Field(default=Bootstrap(), description="intervals of the means")
     parity: Parity = Field(default=Parity(), description="the second engine's share")
     ndif: Ndif = Field(default=Ndif(), description="deadlines and tries of a request")
+    mixed: Mixed = Field(default=Mixed(), description="who runs what with engine `mixed`")
     session: Session = Field(default=Session(), description="size of a request")
 
 

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,13 @@ def settings_of(config: Config) -> Settings:
     """The plan's settings in the workflow's configuration."""
     wanted = config.parity.points
     sampled = wanted if isinstance(wanted, int) else 0
-    return Settings(config.batch_rows, config.chunk_passes, config.recompute, sampled)
+    return Settings(
+        config.batch_rows,
+        config.chunk_passes,
+        config.recompute,
+        sampled,
+        config.mixed.calibration_points,
+    )
 
 
 def expand_sweep(sweep: Sweep, config: Config, model: Path, prompts: Path, results: Path) -> Plan:
@@ -67,7 +73,7 @@ def expand_sweep(sweep: Sweep, config: Config, model: Path, prompts: Path, resul
 
 def _write_chunks(plan: Plan, results: Path) -> list[str]:
     chunks = [*plan.chunks, *filter(None, [plan.controls])]
-    chunks += [part.chunk for part in plan.sample]
+    chunks += [part.chunk for part in [*plan.sample, *plan.calibration]]
     for chunk in chunks:
         write_json(results / "chunks" / f"{chunk['chunk_id']}.json", chunk, indent=None)
     return [chunk["chunk_id"] for chunk in chunks]
@@ -87,9 +93,8 @@ def plan_summary(plan: Plan, settings: Settings) -> Plain:
         },
         "controls": plan.controls and plan.controls["chunk_id"],
         "control_measures": plan.controls and _renamed(plan.controls, plan.control_names, plan),
-        "sample": {
-            part.chunk["chunk_id"]: _renamed(part.chunk, part.names, plan) for part in plan.sample
-        },
+        "sample": _samples(plan.sample, plan),
+        "calibration": _samples(plan.calibration, plan),
         "points": len(plan.points),
         "measures": plan.measures,
         "inert_rows": plan.inert.total(),
@@ -97,6 +102,10 @@ def plan_summary(plan: Plan, settings: Settings) -> Plain:
         "forward_passes_naive": naive_passes(plan.chunks),
         "settings": settings.__dict__,
     }
+
+
+def _samples(parts: Sequence[Kept], plan: Plan) -> Plain:
+    return {part.chunk["chunk_id"]: _renamed(part.chunk, part.names, plan) for part in parts}
 
 
 def _taken(part: Kept, plan: Plan) -> Plain:

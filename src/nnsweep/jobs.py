@@ -21,6 +21,7 @@ from nnsweep.errors import NnsweepError, UserError
 from nnsweep.grid import expand
 from nnsweep.parts import part_table
 from nnsweep.sites import limits_of
+from nnsweep.store import Store
 from nnsweep.sweep import Sweep, vector_files
 from nnsweep.tables import (
     part_schema,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Plain = dict[str, Any]
+DAY = 86_400
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -96,6 +98,21 @@ def prepare_prompts(sweep: Sweep, model: Path, output: Path) -> None:
     logger.info("%d of %d rows are usable", usable, len(rows))
     table = prompt_rows.to_table(rows)
     write_table(output, table, table.schema)
+
+
+def taken_over(side: str, part: Path, config: Config) -> bool:
+    """Whether one side of a mixed run has finished this chunk before; then that part serves.
+
+    Args:
+        side: local or ndif.
+        part: `results/SWEEP/mixed/chunks/ID.parquet`.
+        config: Device and threads, which must be those of the part.
+    """
+    store = Store(part.parents[2], config)
+    found = store.take_over(side, part.stem, part.parents[1].name)
+    if found:
+        logger.info("engine %s has finished this chunk before", side)
+    return found
 
 
 def run_chunk(
@@ -165,6 +182,8 @@ def open_engine(
         from nnsweep.ndif.preflight import check
 
         served = read_json(preflight) if preflight else check(model, config, gradients)
+        if "lost" in served:
+            raise NnsweepError(served["lost"])
         return NdifEngine(model, served, journal, budget_of(config))
     raise UserError(f"engine '{engine}' is not one of: local, ndif, reference.")
 
@@ -179,14 +198,26 @@ def budget_of(config: Config) -> "Budget":
     return Budget(deadlines, ndif.attempts, ndif.pause_s, config.session.max_minutes)
 
 
+def recent(preflight: Path) -> bool:
+    """Whether the server was asked within a day, by this run or one that was killed."""
+    return preflight.exists() and time.time() - preflight.stat().st_mtime < DAY
+
+
 def check_ndif(sweep: Sweep, model: Path, config: Config, output: Path) -> None:
     """Rule check_ndif: is the server there, and will it compute what the sweep asks for?"""
     from nnsweep.log import quiet_libraries
-    from nnsweep.ndif.preflight import check
+    from nnsweep.ndif.preflight import NoServer, check
 
     quiet_libraries()
     gradients = any(measure.kind == "attribution" for measure in sweep.measures.values())
-    write_json(output, check(read_json(model), config, gradients))
+    try:
+        found = check(read_json(model), config, gradients)
+    except NoServer as error:
+        if not (config.engine == "mixed" and config.mixed.fallback):
+            raise
+        logger.warning("%s Chunks run here, as mixed.fallback allows.", error)
+        found = {"lost": str(error)}
+    write_json(output, found)
 
 
 def progress(values: int) -> Callable[[str], None]:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nnsweep.config import read_config
+from nnsweep.config import ENGINES, read_config
 from nnsweep.documents import read_yaml
 from nnsweep.errors import UserError
-from nnsweep.status import ENGINES
 from nnsweep.tables import read_json
 
 OURS = ("model.json", "sweep.json", "plan.json")
@@ -68,7 +67,8 @@ def _names(sweeps: Path) -> set[str]:
 
 
 def _planned(plan: dict[str, Any]) -> set[str]:
-    return {*plan["chunks"], *filter(None, [plan["controls"]]), *plan["sample"]}
+    named = [name for kind in ("chunks", "sample", "calibration") for name in plan[kind]]
+    return {*named, *filter(None, [plan["controls"]])}
 
 
 def _unplanned(folder: Path, planned: set[str]) -> Iterator[tuple[Path, str]]:

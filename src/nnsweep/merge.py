@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 
 from nnsweep import prompts as prompt_rows
-from nnsweep.chunks import columns
+from nnsweep.chunks import columns, in_order
 from nnsweep.controls import compared, judge
 from nnsweep.errors import CheckFailed, NnsweepError
 from nnsweep.grid import position_names
@@ -56,16 +56,22 @@ def merge_chunks(sweep: Sweep, results: Path, engine: str, output: Path) -> None
     asked = frame.loc[frame["excluded"].isna(), KEYS]
     parts = take_parts(output / "chunks", plan, asked)
     values = assemble(sweep, results, specs, frame, parts)
-    everything = [*plan["chunks"], *filter(None, [plan["controls"]])]
+    everything = [*in_order(plan), *filter(None, [plan["controls"]])]
     facts = {name: read_json(output / "chunks" / f"{name}.json") for name in everything}
-    verdict = _judge_controls(plan, output, sweep.model.dtype)
-    sessions = sessions_table(facts)
+    verdict = judge_controls(plan, output, sweep.model.dtype)
+    sessions = sessions_table([{"chunk_id": name, **fact} for name, fact in facts.items()])
     write_table(output / "sessions.parquet", sessions, SESSIONS)
-    own = {name: facts[name] for name in plan["chunks"]}
+    own = {name: facts[name] for name in in_order(plan)}
     record = run_record(sweep, results, engine, plan, own, values, verdict)
     if engine == "ndif":
         record["remote"] = remote_cost(results, plan, sessions.to_pylist(), values)
     write_json(output / "run.json", record)
+    refuse_broken(verdict, output)
+    write_table(output / "values.parquet", values, values.schema)
+
+
+def refuse_broken(verdict: Mapping[str, Plain], output: Path) -> None:
+    """Log the null controls; raise CheckFailed where one does not hold."""
     for name, control in verdict.items():
         logger.info("control %s: %s", name, control)
     failed = [name for name, control in verdict.items() if control["holds"] is False]
@@ -74,10 +80,10 @@ def merge_chunks(sweep: Sweep, results: Path, engine: str, output: Path) -> None
             f"null control {failed[0]} does not hold: {verdict[failed[0]]}. No values were "
             f"written; see {output / 'run.json'} and docs/checks.md."
         )
-    write_table(output / "values.parquet", values, values.schema)
 
 
-def _judge_controls(plan: Plain, output: Path, dtype: str) -> dict[str, Plain]:
+def judge_controls(plan: Plain, output: Path, dtype: str) -> dict[str, Plain]:
+    """The verdicts of the null controls of one engine (`results/SWEEP/ENGINE`)."""
     name, specs = plan["controls"], plan["measures"]
     if name is None:
         return {}
@@ -183,11 +189,19 @@ def contained(whole: pd.DataFrame, answers: Mapping[str, str]) -> list[float | N
     return [None if text is None else float(answers[row].strip() in text) for text, row in pairs]
 
 
-def sample_values(sweep: Sweep, results: Path, parts: Sequence[Path]) -> pa.Table:
-    """The sweep's values that a sample's parts hold, in the form of values.parquet."""
-    plan = read_json(results / "plan.json")
-    specs = plan["measures"]
-    found = [read_part(part, specs, plan["sample"][part.stem]) for part in parts]
+def sample_values(
+    sweep: Sweep, results: Path, parts: Sequence[Path], renamed: Mapping[str, Plain | None]
+) -> pa.Table:
+    """The sweep's values that a sample's parts hold, in the form of values.parquet.
+
+    Args:
+        sweep: The sweep.
+        results: `results/SWEEP`.
+        parts: The parts.
+        renamed: Chunk -> its own measures, where they differ (`sample` of plan.json).
+    """
+    specs = read_json(results / "plan.json")["measures"]
+    found = [read_part(part, specs, renamed[part.stem]) for part in parts]
     frame = asked_values(sweep, results)
     asked = frame[frame["excluded"].isna()]
     whole = asked.merge(pd.concat(found, ignore_index=True), on=KEYS, sort=False)
@@ -229,10 +243,12 @@ def _refuse_gaps(whole: pd.DataFrame, parts: pd.DataFrame) -> None:
         raise CheckFailed(f"{len(parts)} values came back, {len(asked)} were asked for.")
 
 
-def sessions_table(facts: Mapping[str, Plain]) -> pa.Table:
+def sessions_table(facts: Iterable[Plain]) -> pa.Table:
     """sessions.parquet: one line a session, in the order of the chunks."""
     records = [
-        {"chunk_id": name, **record} for name, fact in facts.items() for record in fact["sessions"]
+        {"chunk_id": fact["chunk_id"], "engine": fact["engine"], **record}
+        for fact in facts
+        for record in fact["sessions"]
     ]
     return pa.Table.from_pylist(records, schema=SESSIONS)
 

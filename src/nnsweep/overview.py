@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsweep.measures import REGISTRY
+from nnsweep.parity import sentence
 from nnsweep.summary import extremes
 from nnsweep.sweep import Sweep, axis_kinds
 from nnsweep.tables import read_json, read_table, summary_schema, write_text
@@ -50,12 +51,27 @@ def _result(record: Mapping[str, Any]) -> str:
         [
             ("points", record["points"]),
             ("value rows", _counts(values)),
+            *_shares(record),
             ("forward passes", f"{run} (a loop without reuse: {naive})"),
             *_remote(record["remote"]),
             ("seconds in sessions", f"{record['seconds']['run']:.1f}"),
             ("peak memory", f"{record['peak_memory_bytes'] / 1e9:.2f} GB"),
         ]
     )
+
+
+def _shares(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Who computed what in a mixed run, and what both sides computed before."""
+    if "engines" not in record:
+        return []
+    shares = [
+        (
+            f"on {side}",
+            f"{one['values']} value rows in {one['chunks']} chunks, {one['passes']} passes",
+        )
+        for side, one in record["engines"].items()
+    ]
+    return [*shares, ("calibration", html.escape(sentence(record["calibration"])))]
 
 
 def _counts(values: Mapping[str, int]) -> str:

@@ -124,6 +124,8 @@ def nullable(kind: pa.DataType) -> Any:
 def take_parts(folder: Path, plan: Plain, asked: pd.DataFrame) -> pd.DataFrame:
     """The values that a plan takes of an engine's parts; the earlier chunk wins.
 
+    The column `part` is the place of the chunk in the plan.
+
     Args:
         folder: `results/SWEEP/ENGINE/chunks`.
         plan: plan.json.
@@ -144,7 +146,7 @@ def take_parts(folder: Path, plan: Plain, asked: pd.DataFrame) -> pd.DataFrame:
     counts = whole["part"].value_counts()
     for number, (name, record) in enumerate(in_order(plan).items()):
         _refuse_count(folder / f"{name}.parquet", int(counts.get(number, 0)), record["values"])
-    return whole.drop(columns="part")
+    return whole
 
 
 def _refuse_count(path: Path, found: int, wanted: int) -> None:

@@ -93,7 +93,8 @@ def make_plan(
         found.inert + inert_rows(new),
         controls,
         kept.names if kept else _own_names(controls),
-        sample(points, parts, settings.parity_points),
+        sample(points, [part for part in parts if part.whole], _some(settings, points)),
+        sample(points, parts, min(settings.calibration_points, len(points))),
     )
 
 
@@ -388,22 +389,27 @@ class Context:
         return min(touched, sum(1 for _ in same))
 
 
-def sample(points: Sequence[Point], parts: Sequence[Kept], wanted: int) -> list[Kept]:
-    """Chunks of whole passes that hold `wanted` points, evenly spread; none if that is all.
+def _some(settings: Settings, points: Sequence[Point]) -> int:
+    """How many points a second engine runs; none where it runs the whole sweep.
 
-    Only passes of which everything is taken: what they give is in the table. Chunks whose measures
-    differ cannot be one.
+    Only parts of which everything is taken are in question: what they give is in the table.
     """
-    if not 0 < wanted < len(points):
-        return []
-    whole = [part for part in parts if part.whole]
-    held = {key for part in whole for key, _ in keys_of(part.chunk)}
+    wanted = settings.parity_points
+    return wanted if wanted < len(points) else 0
+
+
+def sample(points: Sequence[Point], parts: Sequence[Kept], wanted: int) -> list[Kept]:
+    """Chunks of whole passes that hold `wanted` points, evenly spread.
+
+    Chunks whose measures differ cannot be one.
+    """
+    held = {key for part in parts for key, _ in keys_of(part.chunk)}
     known = [point.point_key for point in points if point.point_key in held]
     places = {round(i * (len(known) - 1) / max(1, wanted - 1)) for i in range(wanted)}
     picked = {known[place] for place in places if place < len(known)}
     groups: dict[str, list[Plain]] = {}
     names: dict[str, dict[str, str]] = {}
-    for part in whole:
+    for part in parts:
         if found := with_points(part.chunk, picked):
             kind = digest([found[key] for key in ("measures", "reads", "positions")])
             groups.setdefault(kind, []).append(found)

@@ -18,6 +18,7 @@ class Settings:
     chunk_passes: int = 64
     recompute: str = "fast"
     parity_points: int = 0
+    calibration_points: int = 0
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Plan:
         controls: The chunk of null controls.
         control_names: Measure of the sweep -> what the controls call it.
         sample: Chunks of whole passes that a second engine runs for parity.
+        calibration: The like, run by both sides before a mixed run.
     """
 
     points: list[Point]
@@ -72,6 +74,7 @@ class Plan:
     controls: Plain | None
     control_names: dict[str, str]
     sample: list[Kept]
+    calibration: list[Kept]
 
     @property
     def chunks(self) -> list[Plain]:

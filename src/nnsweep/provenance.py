@@ -70,11 +70,12 @@ def run_record(
 
 
 def remote_cost(results: Path, plan: Plain, sessions: Sequence[Plain], values: pa.Table) -> Plain:
-    """Requests and bytes of a remote run, null controls included, and of a naive one.
+    """Requests and bytes of what went to NDIF, null controls included, and of a naive run of all.
 
     The naive loop sends one trace a point and brings the float32 next-token logits of its rows
     home; what it sends is not counted. The trial session before a run is not in `requests`.
     """
+    sessions = [record for record in sessions if record["engine"] == "ndif"]
     vocab = read_json(results / "model.json")["shape"]["vocab"]
     rows = sum(status != "excluded" for status in values["status"].to_pylist())
     return {

@@ -43,6 +43,8 @@ def _head(record: dict[str, Any]) -> Iterator[str]:
         f"(a loop without reuse: {record['forward_passes_naive']}), "
         f"{record['peak_memory_bytes'] / 1e9:.1f} GB"
     )
+    for side, one in record.get("engines", {}).items():
+        yield f"  {side}: {one['values']} value rows in {one['chunks']} chunks"
     if record["remote"]:
         cost = record["remote"]
         yield (

@@ -13,10 +13,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from nnsweep.config import ENGINES
 from nnsweep.errors import UserError
 from nnsweep.tables import read_json
 
-ENGINES = ("local", "ndif", "reference")
 LINE = re.compile(r"^\d\d:\d\d:\d\d (?P<level>[A-Z]+) (?P<said>.*)$")
 SHARE = re.compile(r"^(\d+)/(\d+) ")
 QUIET_S = 600
@@ -120,7 +120,7 @@ def read_status(folder: Path) -> Status:
         raise UserError(f"{folder.parent}: no plan.json here yet. Run snakemake first.")
     plan = read_json(folder.parent / "plan.json")
     passes = {name: one["passes"] for name, one in plan["chunks"].items()}
-    if plan["controls"]:
+    if plan["controls"] and folder.name != "mixed":
         passes[plan["controls"]] = _passes(folder.parent / f"chunks/{plan['controls']}.json")
     chunks = [_chunk(folder, name, number) for name, number in passes.items()]
     done = [chunk.name for chunk in chunks if chunk.state == "done"]
@@ -170,7 +170,7 @@ def lines(status: Status) -> Iterator[str]:
         f"{len(failed)} failed"
     )
     yield f"  passes     {status.passes_done:.0f} of {status.passes}{_pace(status)}"
-    if status.sessions:
+    if status.total("payload_bytes"):
         yield f"  sessions   {_remote(status)}"
     for chunk in [*failed, *status.of("started")]:
         yield f"  {chunk.name}  {_told(chunk)}"

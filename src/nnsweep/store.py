@@ -13,14 +13,13 @@ from typing import Any
 
 from nnsweep import SEMANTICS
 from nnsweep.chunks import in_order
-from nnsweep.config import Config
+from nnsweep.config import ENGINES, Config
 from nnsweep.provenance import versions
 from nnsweep.reuse import Earlier
 from nnsweep.tables import read_json, write_atomically
 
 logger = logging.getLogger(__name__)
 Plain = dict[str, Any]
-ENGINES = ("local", "ndif", "reference")
 
 
 class Store:
@@ -74,14 +73,14 @@ class Store:
         part, facts = _files(folder, engine, name)
         if not (part.exists() and facts.exists()):
             return False
-        return own or self._made_alike(engine, read_json(facts))
+        return own or self._made_alike(read_json(facts))
 
-    def _made_alike(self, engine: str, facts: Plain) -> bool:
+    def _made_alike(self, facts: Plain) -> bool:
         """Versions are the same; on this machine also threads and, if one was named, device."""
         if facts["versions"] != self.versions:
             return False
         device = self.config.device in ("auto", facts["device"])
-        return engine == "ndif" or (facts["threads"] == self.config.threads and device)
+        return facts["engine"] == "ndif" or (facts["threads"] == self.config.threads and device)
 
     def adopt(self, names: Sequence[str]) -> int:
         """Bring the finished parts of some chunks here from other sweeps; how many there were."""
@@ -95,6 +94,13 @@ class Store:
                         _bring(_files(other, engine, name), _files(self.results, engine, name))
                         count += 1
         return count
+
+    def take_over(self, engine: str, name: str, target: str) -> bool:
+        """Let a finished part of one engine serve as another's (`mixed`); whether there was one."""
+        if not self._usable(self.results, engine, name, own=False):
+            return False
+        _bring(_files(self.results, engine, name), _files(self.results, target, name))
+        return True
 
     def forget(self, names: Sequence[str]) -> None:
         """Remove chunks that no plan and no part needs; `names` are those of the plan."""

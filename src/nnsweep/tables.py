@@ -34,6 +34,7 @@ SUMMARY_COLUMNS = [
 SESSIONS = pa.schema(
     [
         ("chunk_id", pa.string()),
+        ("engine", pa.string()),
         ("session", pa.int32()),
         ("points", pa.int32()),
         ("rows", pa.int32()),

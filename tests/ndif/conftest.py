@@ -1,15 +1,21 @@
 """One local NDIF server for all tests that need one, started once a session."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from client import client_of
 
 from nnsweep import models
-from nnsweep.ndif import server
+from nnsweep.engines.ndif import pack_probe
+from nnsweep.ndif import server, transport
 from nnsweep.ndif.state import ServerState
+from nnsweep.ndif.transport import Deadlines
 
+Plain = dict[str, Any]
+DEADLINES = Deadlines()
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("NNSWEEP_NDIF_PYTHON", ROOT / ".venv-ndif/bin/python"))
 
@@ -45,3 +51,19 @@ def ndif_server(
     """A sandboxed float32 server with one thread."""
     yield server.serve(model_folder, state_dir=ndif_state_dir, python=ndif_python)
     server.stop(ndif_state_dir)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_model: Callable[..., Plain]) -> Plain:
+    """A tiny model."""
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="session")
+def deployed(ndif_server: ServerState, tiny: Plain) -> None:
+    """The server deploys a model when it is first asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        client_of(ndif_server.host, patch)
+        shell = models.open_model(tiny, None)
+        job = transport.submit(pack_probe(shell, tiny["shape"]), models.model_key(shell), DEADLINES)
+        transport.wait(job, DEADLINES, str)

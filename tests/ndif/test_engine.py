@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 import pytest
 import yaml
 import zstandard
+from client import client_of
 from fakes import CLOSE, CUT, RESET, status
 from proxy import Proxy
 
@@ -88,34 +89,10 @@ WATCHED: Plain = {
 }
 
 
-def client_of(host: str, patch: pytest.MonkeyPatch) -> None:
-    """Make this process a client of a server."""
-    from nnsight import CONFIG as NNSIGHT
-
-    patch.setattr(NNSIGHT.API, "HOST", host)
-    patch.setattr(NNSIGHT.API, "APIKEY", None)
-
-
 @pytest.fixture
 def client(ndif_server: ServerState, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this process a client of the real server."""
     client_of(ndif_server.host, monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_model: Callable[..., Plain]) -> Plain:
-    """A tiny model."""
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def deployed(ndif_server: ServerState, tiny: Plain) -> None:
-    """The server deploys a model when it is first asked for."""
-    with pytest.MonkeyPatch.context() as patch:
-        client_of(ndif_server.host, patch)
-        shell = open_model(tiny, None)
-        job = transport.submit(pack_probe(shell, tiny["shape"]), model_key(shell), Deadlines())
-        transport.wait(job, Deadlines(), quiet)
 
 
 @pytest.fixture
@@ -472,12 +449,12 @@ def kill_when(process: subprocess.Popen[str], due: Callable[[], bool]) -> Done:
 
 
 def test_a_killed_run_submits_nothing_twice(flow: Flow) -> None:
-    """A trial session and the first chunk; then the second, and what the server itself failed."""
+    """A trial session and the first chunk; the same trial, the second chunk, and failed tries."""
     assert flow.runs[0].code == -signal.SIGKILL
     parts = (flow.project.results / "ndif" / "chunks").glob("*.json")
     tries = [session["attempts"] for path in parts for session in read_json(path)["sessions"]]
     assert len(tries) == 2
-    assert flow.requests == (2, 1 + sum(tries))
+    assert flow.requests == (2, 2 + sum(tries))
     logs = [path.read_text() for path in (flow.project / "logs/tiny/run_chunk/ndif").iterdir()]
     assert sorted("re-attaching to job" in log for log in logs) == [False, True]
     assert not journals(flow.project)
@@ -610,3 +587,19 @@ def test_a_trusted_server_estimates_as_this_machine_does(
         assert float(ours.values[:, 1].abs().max()) > 1e-2
     finally:
         server.stop(where)
+
+
+def test_a_run_that_goes_on_sends_nothing_that_is_finished(
+    flow: Flow, ndif_server: ServerState, ndif_state_dir: Path, tmp_path: Path
+) -> None:
+    """One part is lost: the server is asked again what it serves, and gets that chunk alone."""
+    project = flow.project.copy(tmp_path / "project")
+    lost = next(iter(project.parts("ndif").values()))
+    lost.unlink()
+    (project / VALUES).unlink()
+    before = len(server.received(ndif_state_dir))
+    done = project.run(VALUES, env=on(ndif_server.host), engine="ndif", **TOGETHER)
+    assert done.code == 0, done.out
+    assert done.out.count(" on engine ndif") == 1
+    assert len(server.received(ndif_state_dir)) - before == 2, "a trial session and the chunk"
+    assert (project / VALUES).read_bytes() == (flow.project / VALUES).read_bytes()

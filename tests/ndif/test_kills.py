@@ -25,11 +25,6 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_model: Callable[..., Plain]) -> Plain:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
 def serve(
     tiny: Plain, ndif_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[], ServerState]]:

@@ -15,7 +15,12 @@ NOBODY = "0123456789abcdef"
 """A chunk that no plan has."""
 
 
-PLAN = {"chunks": {"a" * 16: {}, "b" * 16: {}}, "controls": "c" * 16, "sample": {}}
+PLAN = {
+    "chunks": {"a" * 16: {}, "b" * 16: {}},
+    "controls": "c" * 16,
+    "sample": {},
+    "calibration": {},
+}
 
 
 @dataclass

@@ -517,7 +517,10 @@ def test_a_sample_is_taken_from_chunks_that_hold_more(growing):
     growing.chain.run_chunk(growing.results, name)
     sweep = growing.chain.sweep(RECORDS, axes=axes)
     found = sample_values(
-        sweep, growing.results, [growing.results / "local" / "chunks" / f"{name}.parquet"]
+        sweep,
+        growing.results,
+        [growing.results / "local" / "chunks" / f"{name}.parquet"],
+        {name: None},
     )
     whole = {(line["point_id"], line["row_id"]): line for line in read_table(table).to_pylist()}
     assert len({line["point_id"] for line in found.to_pylist()}) >= 2

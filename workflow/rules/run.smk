@@ -1,11 +1,11 @@
 """The rules that open a model: one check of the server a run, one job a chunk."""
 
 
-rule check_ndif:
+checkpoint check_ndif:
     input:
         model=ancient("results/{sweep}/model.json"),
     output:
-        temp("results/{sweep}/ndif/preflight.json"),
+        preflight="results/{sweep}/ndif/preflight.json",
     log:
         "logs/{sweep}/check_ndif.log",
     retries: 0
@@ -14,6 +14,8 @@ rule check_ndif:
         "../../envs/local.yaml"
     params:
         sweep=SPEC_PARAM,
+        # A server that was right yesterday may serve something else today.
+        run=f"run {uuid4()}",
     message:
         "Asking the NDIF server what it serves"
     script:
@@ -24,7 +26,6 @@ rule run_chunk:
     input:
         # The name of a chunk is a digest of its contents: its age says nothing.
         chunk=ancient("results/{sweep}/chunks/{chunk}.json"),
-        preflight=preflight,
     output:
         facts="results/{sweep}/{engine}/chunks/{chunk}.json",
         part="results/{sweep}/{engine}/chunks/{chunk}.parquet",
@@ -41,10 +42,11 @@ rule run_chunk:
         runtime=chunk_runtime,
         gpu=chunk_gpus,
         ndif_sessions=ndif_sessions,
+        side=side,
     params:
         # What can move a local value. Deadlines can not, and must never run a paid chunk again.
         machine=machine,
     message:
-        "Running chunk {wildcards.chunk} on engine {wildcards.engine} (progress: {log})"
+        "Running chunk {wildcards.chunk} on engine {resources.side} (progress: {log})"
     script:
         "../../scripts/run_chunk.py"

@@ -13,6 +13,8 @@ rule merge_chunks:
         run="results/{sweep}/{engine}/run.json",
     log:
         "logs/{sweep}/merge_chunks/{engine}.log",
+    wildcard_constraints:
+        engine="local|ndif|reference",
     retries: 0
     localrule: True
     conda:

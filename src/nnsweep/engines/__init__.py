@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-ENGINES = ("local", "ndif", "reference")
-
 
 @dataclass(frozen=True)
 class Result:

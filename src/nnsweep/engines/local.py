@@ -10,7 +10,7 @@ import torch
 from nnsweep import kernel
 from nnsweep.chunks import halves_of, keys_of, pass_ids
 from nnsweep.engines import Result
-from nnsweep.engines.machine import pick_device, served
+from nnsweep.engines.machine import pick_device, served, session_record
 from nnsweep.errors import NnsweepError
 from nnsweep.measures import functions
 from nnsweep.models import open_model
@@ -43,8 +43,9 @@ class LocalEngine:
     def run(self, chunk: Mapping[str, Any], report: Callable[[str], None]) -> Result:
         """Run one chunk as one session."""
         began = time.perf_counter()
+        records: list[dict[str, Any]] = []
         with torch.no_grad():
-            values = self._values(chunk, report)
+            values = self._values(chunk, report, records)
         seconds = time.perf_counter() - began
         facts = served(self.model._module) | {
             "device": self.device,
@@ -53,10 +54,20 @@ class LocalEngine:
             "seconds_load": self.seconds_load,
             "seconds_run": seconds,
         }
-        return Result(values, facts, [])
+        return Result(values, facts, [one | {"dtype": facts["dtype"]} for one in records])
 
-    def _values(self, chunk: Mapping[str, Any], report: Callable[[str], None]) -> torch.Tensor:
+    def _values(
+        self,
+        chunk: Mapping[str, Any],
+        report: Callable[[str], None],
+        records: list[dict[str, Any]],
+    ) -> torch.Tensor:
         """All values of a chunk; what does not fit into memory runs as two halves.
+
+        Args:
+            chunk: The chunk.
+            report: Told of progress.
+            records: Gets a line for every session.
 
         Raises:
             NnsweepError: one point alone does not fit.
@@ -64,7 +75,7 @@ class LocalEngine:
         found: dict[tuple[str, str], torch.Tensor] = {}
         waiting = [dict(chunk)]
         while waiting:
-            part = waiting.pop(0)
+            part, began = waiting.pop(0), time.perf_counter()
             values = self._fitting(part, report)
             if values is None:
                 halves = halves_of(part)
@@ -77,6 +88,8 @@ class LocalEngine:
                 waiting = halves + waiting
             else:
                 found |= dict(zip(keys_of(part), values, strict=True))
+                seconds = time.perf_counter() - began
+                records.append(session_record(part, len(records), seconds))
         return torch.stack([found[key] for key in keys_of(dict(chunk))])
 
     def _fitting(

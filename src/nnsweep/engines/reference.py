@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nnsweep.engines import Result
-from nnsweep.engines.machine import pick_device, served
+from nnsweep.engines.machine import pick_device, served, session_record
 from nnsweep.measures import functions
 from nnsweep.models import locate
 from nnsweep.provenance import versions
@@ -67,7 +67,8 @@ class ReferenceEngine:
             "seconds_load": self.seconds_load,
             "seconds_run": time.perf_counter() - began,
         }
-        return Result(torch.cat(parts), facts, [])
+        record = session_record(chunk, 0, facts["seconds_run"]) | {"dtype": facts["dtype"]}
+        return Result(torch.cat(parts), facts, [record])
 
     def _point(self, chunk: Plain, block: Plain, edits: list[Plain]) -> Tensor:
         hooks = [self._hook(chunk, block, edit, "base") for edit in edits]

@@ -18,7 +18,12 @@ from nnsweep.ndif.transport import BadSession, Deadlines, StillQueued, TooLong, 
 logger = logging.getLogger(__name__)
 Plain = dict[str, Any]
 CRITICAL = ("nnsight", "torch", "transformers")
+TRIAL = "a trial session on NDIF failed: {}. See nnsweep ndif status, then try again."
 HERE = ("127.0.0.1", "localhost", "::1")
+
+
+class NoServer(UserError):
+    """NDIF is not reachable, or does not have the model now."""
 
 
 def check(model: Plain, config: Config, gradients: bool = False) -> Plain:
@@ -98,7 +103,7 @@ def _service(connect: float) -> Mapping[str, Any]:
     try:
         answer = transport.get_json("/status", connect)
     except Transient as error:
-        raise UserError(
+        raise NoServer(
             f"NDIF does not answer: {error}. Is NDIF_HOST right ({transport.host()})? A server of "
             "your own: nnsweep ndif serve."
         ) from None
@@ -116,7 +121,7 @@ def _deployed(deployments: Mapping[str, Any], key: str, name: str) -> str:
             return str(entry.get("application_state") or entry.get("state") or "deployed")
     shown = sorted({str(e.get("repo_id") or e.get("model_key")) for e in deployments.values()})
     have = ", ".join(Path(one).name if one.startswith("/") else one for one in shown) or "none"
-    raise UserError(f"model {name} is not deployed on this NDIF host. Deployed: {have}.")
+    raise NoServer(f"model {name} is not deployed on this NDIF host. Deployed: {have}.")
 
 
 def _versions(connect: float) -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -130,7 +135,7 @@ def _versions(connect: float) -> tuple[dict[str, str], dict[str, list[str]]]:
     try:
         remote = transport.get_json("/env", connect)
     except Transient as error:
-        raise UserError(f"NDIF does not tell its versions: {error}. Try again.") from None
+        raise NoServer(f"NDIF does not tell its versions: {error}. Try again.") from None
     compared = EnvComparison(get_local_env(), remote)
     theirs = remote.get("packages", {})
     versions = {name: str(theirs[name]) for name in CRITICAL if name in theirs}
@@ -179,10 +184,10 @@ def _probe(shell: Any, key: str, model: Plain, config: Config) -> Plain:
     """Run the smallest session there is and see what ran it."""
     try:
         return _ask(shell, key, model, config, gradients=False)
-    except (Transient, StillQueued, TooLong, BadSession) as error:
-        raise UserError(
-            f"a trial session on NDIF failed: {error}. See nnsweep ndif status, then try again."
-        ) from None
+    except BadSession as error:
+        raise UserError(TRIAL.format(error)) from None
+    except (Transient, StillQueued, TooLong) as error:
+        raise NoServer(TRIAL.format(error)) from None
 
 
 def unpack_probe(content: bytes) -> Plain:
