@@ -19,6 +19,7 @@ app = typer.Typer(
     help="Sweeps of interventions on language models, here or on NDIF. A whole sweep runs with "
     "`snakemake --cores 2`; these commands look at a sweep, or run one of its parts by hand.",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 app.add_typer(ndif_app, name="ndif")
