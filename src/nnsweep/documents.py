@@ -51,7 +51,9 @@ def parse[Document: BaseModel](model: type[Document], value: Any, where: str) ->
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(lines(schema_of(model, ""), value, error))) from None
+        raise UserError(
+            f"{where}: " + "; ".join(lines(schema_of(model, ""), value, error))
+        ) from None
 
 
 def schema_of(model: type[BaseModel], title: str) -> dict[str, Any]:

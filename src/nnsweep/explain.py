@@ -13,7 +13,7 @@ from nnsweep.planned import Plan, Settings
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sites import ORDER, limits_of
 from nnsweep.sweep import Sweep
-from nnsweep.sweep_words import HEADED, LAYERLESS
+from nnsweep.sweep_words import BETWEEN, HEADED, LAYERLESS
 
 Plain = dict[str, Any]
 
@@ -153,6 +153,8 @@ def _row(row: PromptRow, measure_at: str, tokenizer: Any) -> Iterator[str]:
     if row.donor_text is not None:
         yield f"  donor  {_tokens(row.donor_tokens)}"
     for name, place in row.positions.items():
+        if BETWEEN in name and not place.reason:
+            continue  # Edges, of which both positions are shown.
         if place.reason:
             yield f"  position {name}: {place.reason}"
             continue

@@ -1,4 +1,4 @@
-"""What is wrong with a document, in plain words: one sentence a mistake, with the path of its key."""
+"""What is wrong with a document, in plain words: a sentence a mistake, with its key's path."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ def show(value: Any) -> str:
 
 
 def _steps(value: Any, item: Any) -> Iterator[tuple[bool, int | str]]:
-    """pydantic's path: (whether it is a key of the document, or the name of an option; part)."""
+    """The path of a mistake: whether a part is a key, or the name of an option; and the part."""
     for part in item["loc"]:
         if _holds(value, part):
             value = value[part]
@@ -100,7 +100,9 @@ def _choices_of_keys(
     """Where the keys of several options stand together, or none of any: (place, sentence)."""
     for parent in dict.fromkeys(place[:-1] for place in found if place):
         kinds = {p[-1]: {i["type"] for i in found[p]} for p in found if p and p[:-1] == parent}
-        options = {o for p in found if p[:-1] == parent for i in found[p] for o in _options(value, i)}
+        options = {
+            o for p in found if p[:-1] == parent for i in found[p] for o in _options(value, i)
+        }
         chosen = len({option for place, option in options if place == parent})
         if chosen > 1 and all(kind == {"missing"} for kind in kinds.values()):
             yield parent, f"give one of {', '.join(str(key) for key in kinds)}"

@@ -23,6 +23,7 @@ from nnsweep.prompts import PromptRow
 from nnsweep.row_places import last_of, place_of
 from nnsweep.sites import limits_of
 from nnsweep.sweep import Sweep, position_spec, uses_donor, watched_positions
+from nnsweep.sweep_words import BETWEEN
 from nnsweep.tables import digest
 
 PASS_TOKENS = 32_768
@@ -107,8 +108,7 @@ class Context:
         self.answers = sorted({n for m in measures for n in [m.answer, *(m.answers or [])] if n})
         self.donors = uses_donor(sweep)
         self.estimates_only = all(spec["kind"] == "attribution" for spec in self.measures)
-        estimating = any(spec["kind"] == "attribution" for spec in self.measures)
-        self.edits = Edits(sweep, self.shape, rows, load_vector, estimating)
+        self.edits = Edits(sweep, self.shape, rows, load_vector)
         self.goes_on = self.edits.goes_on
         self._check_window()
         self.watched = set(watched_positions(sweep))
@@ -131,7 +131,7 @@ class Context:
         """Resolve one point: its rows, its edits and its ids."""
         names = {n for write in writes for n in position_names(write)} | self.watched
         rows = self.edits.usable(names)
-        edits = [self.edits.edit(write) for write in writes]
+        edits = self.edits.edits(writes)
         self.edits.check(edits, rows)
         key = digest(
             {
@@ -335,7 +335,7 @@ class Context:
     def block(self, block: Sequence[int], swap: bool = False) -> Plain:
         """The rows of a block; `swap` runs the donor prompts in the place of the prompts."""
         rows = [self.rows[i] for i in block]
-        names = list(rows[0].positions)
+        names = [name for name in rows[0].positions if BETWEEN not in name]
         measured = self.sweep.measure_at
         base = [row.donor_ids if swap else row.ids for row in rows]
         return {

@@ -4,6 +4,7 @@ A sweep is one file. Its axes span a grid; each point of the grid is one set of 
 here knows a tokenizer or a tensor: positions are names, layers and heads are integers.
 """
 
+import difflib
 import itertools
 import math
 import re
@@ -19,17 +20,27 @@ from pydantic import (
 )
 
 from nnsweep.documents import Strict
-from nnsweep.errors import UserError
 from nnsweep.sweep_measures import TEXTS, Measure, recoverable, smooth
 from nnsweep.sweep_positions import BUILT_IN_POSITIONS, FORMS, Position, Tokens
 from nnsweep.sweep_words import (
+    EDGES,
     NAME,
     PROMPTS,
     Name,
     Numbers,
     Scalar,
 )
-from nnsweep.sweep_writes import Run, VectorFile, Write, leaves, places_of, repeatable, roles
+from nnsweep.sweep_writes import (
+    Leaf,
+    Run,
+    VectorFile,
+    Write,
+    leaves,
+    misread,
+    places_of,
+    repeatable,
+    roles,
+)
 
 GENERATED = ("generated", "text")
 """Columns of values.parquet that hold what was generated: tokens, and their text."""
@@ -96,12 +107,17 @@ class Range(Strict):
         description="[a, b] or [a, b, step]", min_length=2, max_length=3
     )
 
+    @field_validator("range")
+    @classmethod
+    def _moves(cls, value: list[int | float]) -> list[int | float]:
+        if value[2:] == [0]:
+            raise ValueError(f"{value} has step 0; give a step other than 0")
+        return value
+
     def values(self) -> list[int | float]:
         """The numbers, computed in decimal so that 0.1 steps stay 0.1 steps."""
         start, stop = (Decimal(str(x)) for x in self.range[:2])
         step = Decimal(str(self.range[2])) if len(self.range) == 3 else Decimal(1)
-        if step == 0:
-            raise UserError(f"axes: range {self.range} has step 0. Give a step other than 0.")
         count = max(0, math.ceil((stop - start) / step))
         whole = all(isinstance(x, int) for x in self.range)
         return [int(x) if whole else float(x) for x in (start + step * i for i in range(count))]
@@ -155,7 +171,7 @@ class Sweep(Strict):
 
     @model_validator(mode="after")
     def _references(self) -> "Sweep":
-        checks = (_bad_positions, _bad_refs, _bad_measures, _bad_axes, _bad_generation)
+        checks = (_bad_positions, _bad_refs, _bad_writes, _bad_measures, _bad_axes, _bad_generation)
         for problem in itertools.chain.from_iterable(check(self) for check in checks):
             raise ValueError(problem)
         return self
@@ -199,7 +215,25 @@ def align_of(position: Position) -> str | None:
 
 def all_writes(sweep: Sweep) -> list[Write]:
     """The writes of the sweep and of its runs."""
-    return [*sweep.writes, *(write for run in sweep.runs.values() for write in run.writes)]
+    return [write for _, write in placed_writes(sweep)]
+
+
+def placed_writes(sweep: Sweep) -> list[tuple[str, Write]]:
+    """The same, each with its path in the file, as `writes.0` or `runs.NAME.writes.0`."""
+    lists = {"writes": sweep.writes}
+    lists |= {f"runs.{name}.writes": run.writes for name, run in sweep.runs.items()}
+    return [
+        (f"{path}.{i}", write) for path, found in lists.items() for i, write in enumerate(found)
+    ]
+
+
+def placed_leaves(sweep: Sweep) -> list[Leaf]:
+    """What axes may stand for, in all writes, with whole paths."""
+    return [
+        leaf._replace(path=f"{where}.{leaf.path}")
+        for where, write in placed_writes(sweep)
+        for leaf in leaves(write)
+    ]
 
 
 def uses_donor(sweep: Sweep) -> bool:
@@ -241,62 +275,95 @@ def vector_files(sweep: Sweep) -> list[str]:
 def references(sweep: Sweep) -> dict[str, set[str]]:
     """Axis name -> the fields (`layer`, `kv_head`, `number`, ...) that refer to it."""
     found: dict[str, set[str]] = {}
-    for write in all_writes(sweep):
-        for field, value in leaves(write):
-            if isinstance(value, str) and value.startswith("$"):
-                found.setdefault(value[1:], set()).add(field)
+    for leaf in placed_leaves(sweep):
+        if isinstance(leaf.value, str) and leaf.value.startswith("$"):
+            found.setdefault(leaf.value[1:], set()).add(leaf.field)
     return found
 
 
-def _bad_refs(sweep: Sweep) -> list[str]:
-    known = set(sweep.axes)
-    problems = [
-        f"writes refer to ${name}, which is no axis. Axes: {', '.join(known) or 'none'}"
-        for name in references(sweep)
-        if name not in known
-    ]
-    idle = [name for name in sweep.axes if name not in references(sweep)]
-    if idle:
-        problems.append(f"axis '{idle[0]}' is used by no write. Use ${idle[0]} or remove the axis")
-    for name in sorted({*named_positions(sweep), sweep.measure_at}):
-        declared = {**sweep.positions, **BUILT_IN_POSITIONS}
-        if name == sweep.measure_at and name.startswith("$"):
-            problems.append("measure_at is one position for the whole sweep, not an axis")
-        elif not name.startswith("$") and name not in declared:
-            problems.append(_no_position(sweep, name))
+def _bad_refs(sweep: Sweep) -> Iterator[str]:
+    for leaf in placed_leaves(sweep):
+        if _is_axis(leaf.value) and leaf.value[1:] not in sweep.axes:
+            known = ", ".join(sweep.axes) or "none"
+            yield f"{leaf.path}: {leaf.value} is no axis. Axes: {known}"
+    for name in sweep.axes:
+        if name not in references(sweep):
+            yield f"axes.{name}: used by no write. Use ${name} or remove the axis"
+    if sweep.measure_at.startswith("$"):
+        known = ", ".join(_declared(sweep))
+        yield f"measure_at: one position for the whole sweep, no axis. Positions: {known}"
+    for path, name in _named(sweep):
+        if not _is_axis(name) and name not in _declared(sweep):
+            yield f"{path}: {_no_position(sweep, name)}"
     if uses_donor(sweep) and sweep.prompts.donor is None:
-        problems.append("a write or measure reads the donor, but prompts.donor is not given")
-    return problems + _bad_runs(sweep)
+        yield "prompts.donor: a write or measure reads the donor; name its column"
+    yield from _bad_runs(sweep)
 
 
-def _fields(sweep: Sweep) -> list[tuple[str, Any]]:
-    """(field, value) of everything that stands in a write or is read by a measure."""
-    found = [leaf for write in all_writes(sweep) for leaf in leaves(write)]
-    return found + [("position", name) for name in watched_positions(sweep)]
+def _is_axis(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("$")
+
+
+def _declared(sweep: Sweep) -> list[str]:
+    return [*{**sweep.positions, **BUILT_IN_POSITIONS}]
+
+
+def _named(sweep: Sweep) -> list[tuple[str, str]]:
+    """(path, position or `$axis`) of all that a write, a run or a measure names."""
+    found = [(leaf.path, leaf.value) for leaf in placed_leaves(sweep) if leaf.field == "position"]
+    found.append(("measure_at", sweep.measure_at))
+    for name, measure in sweep.measures.items():
+        for key, place in (("read", measure.read), ("lens", measure.lens)):
+            found += [(f"measures.{name}.{key}.position", place.position)] if place else []
+    return [(path, name) for path, name in found if name is not None]
 
 
 def watched_positions(sweep: Sweep) -> list[str]:
     """Positions at which something is measured."""
-    measures = sweep.measures.values()
-    read = [one.position for m in measures for one in (m.read, m.lens) if one and one.position]
-    return list(dict.fromkeys([sweep.measure_at, *read]))
+    watched = [name for path, name in _named(sweep) if path.startswith("measure")]
+    return list(dict.fromkeys(watched))
 
 
 def named_positions(sweep: Sweep) -> list[str]:
     """Every position, or `$axis`, that a write, a run or a measure names."""
-    return [name for field, name in _fields(sweep) if field == "position" and name]
+    return [name for _, name in _named(sweep)]
 
 
-def _bad_runs(sweep: Sweep) -> list[str]:
-    problems = [f"runs.{name} is built in; call it otherwise" for name in PROMPTS & {*sweep.runs}]
-    asked = {name for write in sweep.writes for name in roles(write)}
+def _bad_writes(sweep: Sweep) -> Iterator[str]:
+    """What of its own a write cannot mean, whatever the model."""
+    estimating = any(m.kind == "attribution" for m in sweep.measures.values())
+    for where, write in placed_writes(sweep):
+        for path, sentence in misread(write):
+            yield f"{where}.{path}: {sentence}"
+        if write.site in EDGES and sweep.model.attention != "eager":
+            yield f"{where}.site: {write.site} needs `attention: eager` under `model`"
+        if (
+            estimating
+            and where.startswith("writes.")
+            and (write.site == "logits" or write.knockout)
+        ):
+            yield (
+                f"{where}: attribution estimates writes inside the model, and no knockout. "
+                "Measure this sweep by running it"
+            )
+
+
+def _bad_runs(sweep: Sweep) -> Iterator[str]:
+    for name in sorted(PROMPTS & {*sweep.runs}):
+        yield f"runs.{name}: built in; call it otherwise"
     known = ", ".join([*sorted(PROMPTS), *sweep.runs])
-    problems += [f"patch: '{n}' is no run. Runs: {known}" for n in asked - PROMPTS - {*sweep.runs}]
-    problems += [f"runs.{name} is patched from by no write" for name in {*sweep.runs} - asked]
-    for name, run in sweep.runs.items():
-        for deep in sorted({n for w in run.writes for n in roles(w)} - PROMPTS):
-            problems.append(f"runs.{name} patches from '{deep}'; a run patches from text and donor")
-    return problems
+    asked = set()
+    for where, write in placed_writes(sweep):
+        inner = not where.startswith("writes.")
+        for name in sorted(roles(write) - PROMPTS):
+            if inner:
+                yield f"{where}: patches from '{name}'; a run patches from text and donor"
+            elif name not in sweep.runs:
+                yield f"{where}: patches from '{name}', which is no run. Runs: {known}"
+            asked.add(name)
+    for name in sweep.runs:
+        if name not in asked:
+            yield f"runs.{name}: patched from by no write; patch from it or remove it"
 
 
 def _bad_positions(sweep: Sweep) -> Iterator[str]:
@@ -338,8 +405,10 @@ def _cycle(sweep: Sweep, path: list[str]) -> list[str]:
 
 
 def _no_position(sweep: Sweep, name: str) -> str:
-    known = ", ".join({**sweep.positions, **BUILT_IN_POSITIONS})
-    return f"position '{name}' is not declared. Positions: {known}"
+    known = _declared(sweep)
+    close = difflib.get_close_matches(name, known, n=1)
+    meant = f", did you mean '{close[0]}'?" if close else "."
+    return f"position '{name}' is not declared{meant} Positions: {', '.join(known)}"
 
 
 def _bad_measures(sweep: Sweep) -> list[str]:
@@ -404,21 +473,24 @@ RESERVED = {
 
 
 def _bad_axes(sweep: Sweep) -> list[str]:
-    names = [*sweep.axes, *sweep.measures]
+    names = [("axes", name) for name in sweep.axes]
+    names += [("measures", name) for name in sweep.measures]
     problems = [
-        f"'{n}' is a column of every table. Call the axis or measure otherwise"
-        for n in names
+        f"{kind}.{n}: '{n}' is a column of every table. Choose another name"
+        for kind, n in names
         if n in RESERVED
     ]
     problems += [
-        f"'{n}' is both an axis and a measure. Rename one"
+        f"axes.{n}: '{n}' is both an axis and a measure. Rename one"
         for n in sweep.axes
         if n in sweep.measures
     ]
     zipped = [name for group in sweep.zip for name in group]
-    for name in zipped + [key for rule in sweep.exclude for key in rule]:
+    used = [(f"zip.{i}", name) for i, group in enumerate(sweep.zip) for name in group]
+    used += [(f"exclude.{i}", name) for i, rule in enumerate(sweep.exclude) for name in rule]
+    for path, name in used:
         if name not in sweep.axes:
-            problems.append(f"'{name}' in zip or exclude is no axis. Axes: {list(sweep.axes)}")
+            problems.append(f"{path}: '{name}' is no axis. Axes: {', '.join(sweep.axes) or 'none'}")
     if len(zipped) != len(set(zipped)):
         problems.append("zip: an axis stands in two groups")
     for name, fields in references(sweep).items():
@@ -426,8 +498,8 @@ def _bad_axes(sweep: Sweep) -> list[str]:
         if axis == "all" and not fields & {"layer", "head", "kv_head", "unit"}:
             problems.append(f"axes.{name}: 'all' is for layers, heads and units. List the values")
         if "position" in fields and isinstance(axis, list):
-            known = {**sweep.positions, **BUILT_IN_POSITIONS}
-            problems += [_no_position(sweep, str(x)) for x in axis if x not in known]
+            unknown = [str(value) for value in axis if value not in _declared(sweep)]
+            problems += [f"axes.{name}: {_no_position(sweep, each)}" for each in unknown]
     return problems
 
 
