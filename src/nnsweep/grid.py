@@ -32,11 +32,15 @@ def axis_values(sweep: Sweep, limits: dict[str, int]) -> dict[str, list[Any]]:
     }
 
 
+ONE = dict.fromkeys(("layer", "head", "kv_head", "unit"), 1)
+"""The smallest model: enough to tell whether two points write the same."""
+
+
 def check_axes(sweep: Sweep) -> None:
     """All of the axes that can be checked without a model.
 
     Raises:
-        UserError: as `axis_values` and `grid`; what depends on the model's size is left out.
+        UserError: as `axis_values`, `grid` and `expand`, but for what depends on the model's size.
     """
     kinds, fields = axis_kinds(sweep), references(sweep)
     listed = {name: axis for name, axis in sweep.axes.items() if axis != "all"}
@@ -44,7 +48,9 @@ def check_axes(sweep: Sweep) -> None:
     bound = {name for group in (*sweep.zip, *sweep.exclude) for name in group}
     # What an axis of unknown length moves with or leaves out is known with the model only.
     if bound <= values.keys():
-        grid(sweep, values)
+        cells = grid(sweep, values)
+        if len(values) == len(sweep.axes):
+            _check_distinct(sweep, [(cell, resolve_writes(sweep, cell, ONE)) for cell in cells])
 
 
 def _checked_axis(
@@ -336,16 +342,23 @@ def expand(
     """
     values = axis_values(sweep, limits)
     points = [(cell, resolve_writes(sweep, cell, limits)) for cell in grid(sweep, values)]
-    seen: dict[str, dict[str, Any]] = {}
     declared = origins(sweep, limits)
-    for cell, writes in points:
+    for _, writes in points:
         for write, origin in zip(writes, declared, strict=True):
             _in_range(write, origin, limits)
-        meaning = [by_content(sweep, write) for write in writes]
-        twin = seen.setdefault(digest(meaning), cell)
+    _check_distinct(sweep, points)
+    return points
+
+
+def _check_distinct(
+    sweep: Sweep, points: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]
+) -> None:
+    """Refuse two points that are the same experiment under other names."""
+    seen: dict[str, dict[str, Any]] = {}
+    for cell, writes in points:
+        twin = seen.setdefault(digest([by_content(sweep, write) for write in writes]), cell)
         if twin is not cell:
             raise UserError(f"axes: {twin} and {cell} are the same point. Remove one.")
-    return points
 
 
 def _in_range(write: dict[str, Any], origin: Origin, limits: dict[str, int]) -> None:

@@ -139,8 +139,8 @@ DECISIVE = {
     "greater_than_equal": "{ge} or more",
     "less_than": "a number below {lt:g}",
     "less_than_equal": "{le} or less",
-    "too_short": "at least {min_length} in it",
-    "too_long": "at most {max_length} in it",
+    "too_short": "{min_length} or more entries",
+    "too_long": "{max_length} or fewer entries",
 }
 """The same of a value of the right kind; what other options expected says nothing then."""
 

@@ -100,8 +100,8 @@ def test_a_key_is_never_suggested_for_itself():
         ("writes.0.set", float("nan"), "nan"),
         ("writes.0.set", float("inf"), "inf"),
         ("positions.subject", "text", "'text'"),
-        ("measures", {}, "at least 1"),
-        ("measures.logit_diff.answers", ["target"], "at least 2"),
+        ("measures", {}, "1 or more"),
+        ("measures.logit_diff.answers", ["target"], "2 or more"),
         ("on_bad_row", "drop", "'drop'"),
     ],
 )
