@@ -87,7 +87,7 @@ def _size(
     yield f"  prompt rows     {usable} usable of {len(rows)}"
     yield f"  values          {sum(len(p.rows) for p in plan.points) * len(columns(plan.measures))}"
     yield f"  forward passes  {passes} in {len(plan.chunks)} chunks (a loop without reuse: {naive})"
-    yield f"  layer x token   {work:,} computed, {full:,} in full passes ({work / full:.0%})"
+    yield f"  layer x token   {work:,} computed, {full:,} in whole passes ({work / full:.0%})"
     yield from _reuse(model, plan, settings)
     yield f"  memory          about {memory_of(model, plan.chunks) / 1e9:.1f} GB"
     yield f"  time            about {_seconds(model, work):.0f} s of passes on this CPU"

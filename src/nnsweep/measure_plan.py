@@ -16,7 +16,8 @@ Plain = dict[str, Any]
 def measure_list(sweep: Sweep, shape: Plain) -> tuple[list[Plain], list[Plain]]:
     """The measures as plain data, in the order of their columns, and the places they read.
 
-    A lens is one measure a layer, called NAME.LAYER; `lens` and `read` become numbers of a place.
+    A lens is one measure a layer, called NAME.LAYER, and so is a recovery of it; `lens` and `read`
+    become numbers of a place.
 
     Raises:
         UserError: a place that the model does not have.
@@ -35,6 +36,10 @@ def measure_list(sweep: Sweep, shape: Plain) -> tuple[list[Plain], list[Plain]]:
             where = tap(shape, place.site, place.layer, place.head)
             read = {"tap": where, "position": place.position}
             measures.append(plain | {"read": _numbered(read, reads)})
+        elif measure.kind == "recovery" and (lens := sweep.measures[str(measure.of)].lens):
+            for layer in _lens_layers(lens, shape):
+                of = {"name": f"{name}.{layer}", "of": f"{measure.of}.{layer}"}
+                measures.append(plain | of)
         else:
             measures.append(plain)
     if sweep.generate is not None:
@@ -63,12 +68,15 @@ def _lens_reads(path: str, sweep: Sweep, lens: Lens, shape: Plain) -> Iterator[t
     if shape["lens"] is None:
         raise UserError(f"{path}: it is not known how {shape['family']} makes logits of a stream.")
     require_site(shape, lens.site, f"{path}.site")
-    layers = range(shape["layers"]) if lens.layers == "all" else lens.layers
-    for layer in layers:
+    for layer in _lens_layers(lens, shape):
         if layer >= shape["layers"]:
             raise UserError(f"{path}.layers: {layer} is outside 0..{shape['layers'] - 1}.")
         where = tap(shape, lens.site, layer)
         yield layer, {"tap": where, "position": lens.position or sweep.measure_at}
+
+
+def _lens_layers(lens: Lens, shape: Plain) -> Sequence[int]:
+    return range(shape["layers"]) if lens.layers == "all" else lens.layers
 
 
 def controlled(measures: Sequence[Plain]) -> list[Plain]:

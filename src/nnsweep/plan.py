@@ -118,10 +118,12 @@ class Context:
     def _check_window(self) -> None:
         """Refuse whole answers behind prompts of which a sliding window forgets the beginning."""
         window = self.shape["window"]
-        names = [s["answer"] for s in self.measures if s.get("tokens") == "sum"]
+        whole = {s["name"]: s["answer"] for s in self.measures if s.get("tokens") == "sum"}
+        theirs = any(s.get("of") in whole for s in self.measures)
         for row in self.rows if window is not None else []:
-            length = len(row.ids) + max((len(row.answers[name]) for name in names), default=0)
-            if names and row.reason is None and length > window:
+            prompt = max(len(row.ids), len(row.donor_ids) if theirs else 0)
+            length = prompt + max((len(row.answers[name]) for name in whole.values()), default=0)
+            if whole and row.reason is None and length > window:
                 raise UserError(
                     f"row {row.row_id}: tokens: sum takes prompt and answer within the sliding "
                     f"window of {window} tokens, they have {length}. Use shorter prompts."

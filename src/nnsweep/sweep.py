@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from nnsweep.documents import Strict
-from nnsweep.sweep_measures import TEXTS, Measure, recoverable, smooth
+from nnsweep.sweep_measures import TEXTS, Measure, unfit
 from nnsweep.sweep_positions import BUILT_IN_POSITIONS, FORMS, Position, Tokens
 from nnsweep.sweep_words import (
     EDGES,
@@ -414,16 +414,20 @@ def _no_position(sweep: Sweep, name: str) -> str:
 def _bad_measures(sweep: Sweep) -> list[str]:
     problems = []
     if not sweep.writes and any(m.kind == "attribution" for m in sweep.measures.values()):
-        problems.append("attribution estimates what writes do; this sweep has none")
+        problems.append("measures: attribution estimates what writes do; this sweep has none")
     for name, measure in sweep.measures.items():
         for answer in [measure.answer, *(measure.answers or [])]:
             if answer is not None and answer not in sweep.prompts.answers:
                 known = ", ".join(sweep.prompts.answers) or "none"
                 problems.append(f"measures.{name}: answer '{answer}' is not one of: {known}")
-        fits = smooth if measure.kind == "attribution" else recoverable
-        if measure.of and not fits(sweep.measures.get(measure.of, measure)):
-            allowed = [k for k, m in sweep.measures.items() if fits(m)]
-            problems.append(f"measures.{name}.of: '{measure.of}' is not one of {allowed}")
+        if measure.of is not None:
+            of = sweep.measures.get(measure.of)
+            problem = "is no measure" if of is None else unfit(measure, of)
+            fit = [k for k, each in sweep.measures.items() if unfit(measure, each) is None]
+            known = f"Possible: {', '.join(fit) or 'none here'}"
+            problems += (
+                [f"measures.{name}.of: '{measure.of}' {problem}. {known}"] if problem else []
+            )
     return problems
 
 
@@ -443,23 +447,37 @@ def _latest(how: Generate) -> int:
     return max(how.writes_at, default=0) if isinstance(how.writes_at, list) else 0
 
 
+def _bad_estimates(sweep: Sweep) -> Iterator[str]:
+    """Estimates of what nothing writes: measures are taken at the prompt, which is step 0."""
+    steps = sweep.generate.writes_at if sweep.generate else "prompt"
+    if isinstance(steps, list) and 0 not in steps:
+        for name, measure in sweep.measures.items():
+            if measure.kind == "attribution":
+                yield (
+                    f"measures.{name}: attribution estimates what is written at the prompt, and "
+                    f"generate.writes_at {steps} leaves the prompt (step 0) out; add 0, or "
+                    "remove the measure"
+                )
+
+
 def _bad_generation(sweep: Sweep) -> Iterator[str]:
     if sweep.generate is None:
         named = [name for name, measure in sweep.measures.items() if measure.kind in TEXTS]
-        yield from (f"measures.{name} reads the generated text; add generate" for name in named)
+        yield from (f"measures.{name}: it reads the generated text; add generate" for name in named)
     if goes_on(sweep) and sweep.position(sweep.measure_at) != -1:
-        yield "generate and tokens: sum go on from the last token; leave measure_at out"
+        yield "measure_at: generate and tokens: sum go on from the last token; leave measure_at out"
     elif sweep.generate and _latest(sweep.generate) >= sweep.generate.max_new_tokens:
         yield (
             f"generate.writes_at: step {_latest(sweep.generate)} never comes; the last one is "
             f"{sweep.generate.max_new_tokens - 1}"
         )
     elif sweep.generate and sweep.generate.writes_at != "prompt":
+        yield from _bad_estimates(sweep)
         for number, write in enumerate(sweep.writes):
             if not repeatable(write):
                 yield (
-                    f"writes.{number} cannot be repeated at new tokens, which no other prompt has; "
-                    "set generate.writes_at: prompt, or write a number, a mean or a vector"
+                    f"writes.{number}: it cannot be repeated at new tokens, which no other prompt "
+                    "has; set generate.writes_at: prompt, or write a number, a mean or a vector"
                 )
 
 

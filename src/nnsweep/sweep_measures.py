@@ -134,9 +134,8 @@ class Measure(Strict):
 
 
 def recoverable(measure: Measure) -> bool:
-    """Whether a measure is one number of a run alone, whose recovery can be asked for."""
-    alone = measure.lens is None and measure.tokens == "one"
-    return measure.kind not in (*AGAINST_CLEAN, *TEXTS, "top_k") and alone
+    """Whether a measure is a number of a run alone, whose recovery can be asked for."""
+    return measure.kind not in (*AGAINST_CLEAN, *TEXTS, "top_k")
 
 
 def needs_one_token(measure: Measure) -> bool:
@@ -145,5 +144,20 @@ def needs_one_token(measure: Measure) -> bool:
 
 
 def smooth(measure: Measure) -> bool:
-    """Whether a measure has a gradient."""
-    return recoverable(measure) and measure.kind not in ("match", "rank")
+    """Whether a measure has a gradient at the one token where it is read."""
+    alone = measure.lens is None and measure.tokens == "one"
+    return recoverable(measure) and measure.kind not in ("match", "rank") and alone
+
+
+def unfit(measure: Measure, of: Measure) -> str | None:
+    """Why `measure` cannot be taken of another measure, or None."""
+    if measure.kind == "attribution" and of.lens is not None:
+        return "is read through a lens, which attribution does not estimate; take its recovery"
+    if measure.kind == "attribution" and of.tokens == "sum":
+        return (
+            "is read behind several tokens (tokens: sum), attribution takes one gradient, at "
+            "the prompt's last; estimate the first token's log_prob, or take its recovery"
+        )
+    if measure.kind == "attribution" and not smooth(of):
+        return "has no slope"
+    return None if recoverable(of) else "is no number of one run alone"

@@ -4,6 +4,7 @@ Expected values come from `hand` (the model) and `meaning` (the sweep language),
 with the package. Every case runs through both ways of recomputation.
 """
 
+import math
 import random
 import statistics
 
@@ -122,6 +123,8 @@ def near(found, name, value):
         return same_top(found, name, value)
     if isinstance(value, tuple):
         return value[0] <= found[name] <= value[1]
+    if math.isnan(value):
+        return math.isnan(found[name])
     return abs(found[name] - value) <= TOLERANCE * max(1.0, abs(value) / 10)
 
 
@@ -473,6 +476,46 @@ def test_attention_edges_together(by_hand):
     ]
     document, _ = case(*writes, positions=TOKENS)
     assert moves(by_hand.check(document, EQUAL, "eager"))
+
+
+# --- recovery ---------------------------------------------------------------------------------
+
+RECOVERED = {
+    "lens": DIFF | {"lens": {}},
+    "of_lens": {"kind": "recovery", "of": "lens", "min_gap": 0.5},
+    "of_entering": {"kind": "recovery", "of": "entering", "min_gap": 0.001},
+    "entering": {
+        **{"kind": "prob", "answer": "foil"},
+        "lens": {"site": "resid_pre", "layers": [1, 3], "position": "subject"},
+    },
+    "of_diff": {"kind": "recovery", "of": "diff", "min_gap": 0.5},
+    "diff": DIFF,
+}
+SUMS = {
+    "whole": {"kind": "log_prob", "answer": "target", "tokens": "sum"},
+    "of_whole": {"kind": "recovery", "of": "whole", "min_gap": 0.3},
+    "loss": {"kind": "cross_entropy", "answer": "foil", "tokens": "sum"},
+    "of_loss": {"kind": "recovery", "of": "loss", "min_gap": 0.3},
+}
+LONG = {"target": "source_word", "foil": "word"}
+
+
+@pytest.mark.parametrize(
+    "measures", [RECOVERED, SUMS, SUMS | RECOVERED], ids=["lens", "sum", "two"]
+)
+def test_recovery_of_a_lens_and_of_whole_answers(by_hand, measures):
+    """Each layer between its own two runs; whole answers behind the prompt and the donor."""
+    write = at("resid_post", "$layer", "end", mix={"source": "donor", "weight": 0.6})
+    more = {"measures": measures}
+    if "whole" in measures and "lens" not in measures:
+        more["prompts"] = PLAIN["prompts"] | {"answers": LONG}
+    document, records = case(write, axes={"layer": [0, 2]}, **more)
+    expected = by_hand.check(document, records)
+    numbers = [v for values in expected.values() for n, v in values.items() if n.startswith("of_")]
+    assert any(math.isnan(number) for number in numbers) or "lens" not in measures
+    assert any(0.05 < abs(number) < 0.95 for number in numbers)
+    if "prompts" in more:
+        assert any(len(row.whole["target"]) > 1 for row in by_hand.meaning(document, records).rows)
 
 
 # --- tracing ----------------------------------------------------------------------------------

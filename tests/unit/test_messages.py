@@ -147,6 +147,12 @@ WITHOUT_A_MODEL = {
         ),
         "writes.0: attribution estimates writes inside the model",
     ),
+    "estimated where nothing is written": (
+        one(add={"vector": {"unit": 1}})
+        | {"measures": {"m": LOGIT, "slope": {"kind": "attribution", "of": "m"}}}
+        | {"generate": {"max_new_tokens": 3, "writes_at": [1, 2]}},
+        "measures.slope: attribution estimates what is written at the prompt, and ",
+    ),
     "no donor": (
         {"prompts": {key: v for key, v in document()["prompts"].items() if key != "donor"}},
         "prompts.donor: a write or measure reads the donor",

@@ -387,9 +387,9 @@ def test_an_inconsistent_write_is_refused(write, pattern):
         ({"kind": "logit_diff", "answers": ["target", "foil", "third"]}, "needs two answers"),
         ({"kind": "entropy", "answer": "target"}, "kind entropy takes no 'answer'"),
         ({"kind": "match", "answer": "verb"}, "answer 'verb' is not one of: target, foil"),
-        ({"kind": "recovery", "of": "verb"}, "'verb' is not one of"),
-        ({"kind": "recovery", "of": "m"}, "'m' is not one of"),
-        ({"kind": "recovery", "of": "other"}, "'other' is not one of"),
+        ({"kind": "recovery", "of": "verb"}, "'verb' is no measure. Possible: good"),
+        ({"kind": "recovery", "of": "m"}, "'m' is no number of one run alone"),
+        ({"kind": "recovery", "of": "other"}, "'other' is no number of one run alone"),
         ({"kind": "recovery", "of": "good", "min_gap": 0}, "greater than 0"),
     ],
 )
