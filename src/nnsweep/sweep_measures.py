@@ -103,7 +103,11 @@ class Measure(Strict):
         description="answers of several tokens: refused, or their log-probabilities summed, each "
         "after those before it (log_prob, prob and cross_entropy of one answer)",
     )
-    of: str | None = Field(None, description="the measure that is recovered or estimated")
+    of: str | None = Field(
+        None,
+        description="the measure that is recovered (of a lens, at each layer) or estimated (no "
+        "lens, no tokens: sum)",
+    )
     min_gap: float = Field(0.1, gt=0, description="smallest clean-to-donor gap of `of` that counts")
     k: Annotated[int, Field(strict=True, ge=1, le=100)] | None = Field(
         None, description="top_k: how many tokens"

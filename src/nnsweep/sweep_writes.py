@@ -24,7 +24,9 @@ from nnsweep.sweep_words import (
 class Mean(Strict):
     """The mean activation over all usable rows, at the same site, layer and position."""
 
-    mean: Literal["text", "donor"] = Field(description="over which prompts")
+    mean: Literal["text", "donor"] = Field(
+        description="over which prompts; of an aligned position, over the tokens that are kept"
+    )
     per_token: bool = Field(
         False, description="one mean for each token of the position, instead of one for all"
     )
@@ -66,7 +68,9 @@ class VectorFile(Strict):
 class Unit(Strict):
     """A unit direction: 1 in one component, 0 in all others."""
 
-    unit: Index = Field(description="component, from 0, or `$axis`")
+    unit: Index = Field(
+        description="component, from 0, or `$axis`; where `units` are written, counted within them"
+    )
 
 
 class Add(Strict):
@@ -145,7 +149,9 @@ class Write(Strict):
     )
     position: str = Field(description="name of a position, or `$axis`; at edges, the query tokens")
     keys: str | None = Field(
-        None, description="attn_scores and pattern: position of the key tokens; null is all"
+        None,
+        description="attn_scores and pattern: position of the key tokens, of which those at or "
+        "before the query token are written; null is all",
     )
     set: Literal["donor"] | Patch | Mean | Resample | Number | None = Field(
         None,

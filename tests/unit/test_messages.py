@@ -18,6 +18,7 @@ HEAD = W | {"site": "z", "head": 0}
 EDGES = HEAD | {"keys": "subject"}
 KL = {"kl": {"kind": "kl"}}
 LOGIT = {"kind": "logit", "answer": "target"}
+WHOLE = {"kind": "log_prob", "answer": "target", "tokens": "sum"}
 RUN = {"prompt": "text", "writes": [W | {"set": 0.0}, W | {"layer": 9, "set": 0.0}]}
 
 
@@ -152,6 +153,22 @@ WITHOUT_A_MODEL = {
         | {"measures": {"m": LOGIT, "slope": {"kind": "attribution", "of": "m"}}}
         | {"generate": {"max_new_tokens": 3, "writes_at": [1, 2]}},
         "measures.slope: attribution estimates what is written at the prompt, and ",
+    ),
+    "an estimated lens": (
+        {"measures": {"m": LOGIT | {"lens": {}}, "slope": {"kind": "attribution", "of": "m"}}},
+        "measures.slope.of: 'm' is read through a lens, which attribution does not estimate",
+    ),
+    "an estimated whole answer": (
+        {"measures": {"m": WHOLE, "first": LOGIT, "slope": {"kind": "attribution", "of": "m"}}},
+        "measures.slope.of: 'm' is read behind several tokens (tokens: sum), attribution takes one",
+    ),
+    "an estimate without a slope": (
+        {"measures": {"m": LOGIT | {"kind": "rank"}, "slope": {"kind": "attribution", "of": "m"}}},
+        "measures.slope.of: 'm' has no slope. Possible: none here",
+    ),
+    "a recovered divergence": (
+        {"measures": {"m": {"kind": "kl"}, "fit": LOGIT, "r": {"kind": "recovery", "of": "m"}}},
+        "measures.r.of: 'm' is no number of one run alone. Possible: fit",
     ),
     "no donor": (
         {"prompts": {key: v for key, v in document()["prompts"].items() if key != "donor"}},
