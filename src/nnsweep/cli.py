@@ -53,14 +53,14 @@ def validate(file: SweepFile) -> None:
     """Check a sweep file and the files it names, as far as no model is needed (under a second)."""
     from nnsweep import jobs
     from nnsweep.grid import check_axes
-    from nnsweep.prompts import columns_of, read_records
+    from nnsweep.prompts import records_of
     from nnsweep.vectors import check_vectors
 
     sweep = jobs.read_sweep(file)
     with _about(file):
         check_axes(sweep)
         check_vectors(sweep)
-    records = read_records(Path(sweep.prompts.file), columns_of(sweep, set()))
+    records = records_of(sweep, Path(sweep.prompts.file))
     axes = ", ".join(f"{name}: {_size(axis)}" for name, axis in sweep.axes.items()) or "none"
     typer.echo(f"{file}: valid. Prompt rows: {len(records)}. Axes: {axes}.")
 

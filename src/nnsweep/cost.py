@@ -46,8 +46,7 @@ def _chunk_work(chunk: Plain, full: bool) -> int:
         tokens += _clean_tokens(chunk, block, full) + _tokens_behind(chunk, block)
         rows, width, donors = _sizes(block)
         for item in block["passes"]:
-            own = _pass_work(item, layers, width)
-            own = len(item["points"]) * layers * width if full else own
+            own = (_whole_work if full else _pass_work)(item, layers, width)
             passes += rows * (own + layers * _chain_tokens(item, width, donors, full))
     return layers * tokens + passes
 
@@ -83,6 +82,12 @@ def _pass_work(item: Plain, layers: int, width: int) -> int:
     if item["inert"] or item["estimated"]:
         return 0
     return sum(layers - resume for resume in item["resumes"]) * (width - item["start"])
+
+
+def _whole_work(item: Plain, layers: int, width: int) -> int:
+    """The same of a loop; a point that neither writes nor goes on is the clean run itself."""
+    clean = item["inert"] and not item["edits"]
+    return 0 if clean else len(item["points"]) * layers * width
 
 
 def _chain_tokens(item: Plain, width: int, donors: int, full: bool) -> int:

@@ -107,7 +107,7 @@ def _choices_of_keys(
         if chosen > 1 and all(kind == {"missing"} for kind in kinds.values()):
             yield parent, f"give one of {', '.join(str(key) for key in kinds)}"
         odd = [key for key, kind in kinds.items() if kind == {"extra_forbidden"}]
-        if len(odd) == len(kinds) and all(str(key) in _keys_at(schema, parent) for key in odd):
+        if odd and all(str(key) in _keys_at(schema, parent) for key in odd):
             here: Any = value
             for part in parent:
                 here = here[part]

@@ -150,14 +150,11 @@ def prepare_rows(sweep: Sweep, path: Path, tokenizer: Any, context: int) -> list
     """
     chat = sweep.prompts.chat
     template = template_of(tokenizer, chat) if chat else None
-    available = set(_read_any(path).column_names)
-    records = read_records(path, columns_of(sweep, available))
-    edges = edges_of(sweep)
+    records, edges = records_of(sweep, path), edges_of(sweep)
     rows = [
         _row(sweep, record, i, tokenizer, template, context, edges)
         for i, record in enumerate(records)
     ]
-    _refuse_doubles(rows, path)
     for row in rows:
         row.row_key = row.key()
     _tell_apart(rows)
@@ -165,12 +162,25 @@ def prepare_rows(sweep: Sweep, path: Path, tokenizer: Any, context: int) -> list
     return rows
 
 
-def _refuse_doubles(rows: list[PromptRow], path: Path) -> None:
+def records_of(sweep: Sweep, path: Path) -> list[dict[str, str]]:
+    """The records of the sweep's prompt file, each with a name of its own.
+
+    Raises:
+        UserError: as `read_records`, or two rows of one name.
+    """
+    available = set(_read_any(path).column_names)
+    records = read_records(path, columns_of(sweep, available))
     seen: set[str] = set()
-    for row in rows:
-        if row.row_id in seen:
-            raise UserError(f"{path}: row_id '{row.row_id}' stands twice. Name every row once.")
-        seen.add(row.row_id)
+    for number, record in enumerate(records):
+        name = _name_of(sweep, record, number)
+        if name in seen:
+            raise UserError(f"{path}: row_id '{name}' stands twice. Name every row once.")
+        seen.add(name)
+    return records
+
+
+def _name_of(sweep: Sweep, record: Mapping[str, str], number: int) -> str:
+    return record.get(sweep.prompts.row_id) or f"row{number:05d}"
 
 
 def _tell_apart(rows: list[PromptRow]) -> None:
@@ -249,7 +259,7 @@ def _row(
     }
     places |= _edges(edges, places)
     return PromptRow(
-        row_id=record.get(prompts.row_id) or f"row{number:05d}",
+        row_id=_name_of(sweep, record, number),
         text=base.text,
         donor_text=donor.text if donor else None,
         ids=base.ids,

@@ -117,7 +117,7 @@ EQUAL = [RECORDS[i] for i in (0, 1, 3)]
     ("name", "work", "full"),
     [
         ("one early point", 4 * 3 * (5 + 5), 4 * 3 * (5 + 5)),
-        ("no writes", 4 * 3 * 5, 4 * 3 * (5 + 5)),
+        ("no writes", 4 * 3 * 5, 4 * 3 * 5),
         # The clean run, and three points with three more tokens behind each prompt.
         ("generating", 4 * 3 * (5 + 5 + 3 * (5 + 3)), 4 * 3 * (5 + 5 + 3 * (5 + 3))),
         # Clean, donor, a pass forward and back; and layers 1 to 3, 2 to 3 and 3 of the last token.
