@@ -19,6 +19,7 @@ app = typer.Typer(
     help="Sweeps of interventions on language models, here or on NDIF. A whole sweep runs with "
     "`snakemake --cores 2`; these commands look at a sweep, or run one of its parts by hand.",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 app.add_typer(ndif_app, name="ndif")
@@ -49,15 +50,17 @@ def version(
 
 @app.command()
 def validate(file: SweepFile) -> None:
-    """Check a sweep file and its prompt file's columns (no model, under a second)."""
+    """Check a sweep file and the files it names, as far as no model is needed (under a second)."""
     from nnsweep import jobs
     from nnsweep.grid import check_axes
-    from nnsweep.prompts import columns_of, read_records
+    from nnsweep.prompts import records_of
+    from nnsweep.vectors import check_vectors
 
     sweep = jobs.read_sweep(file)
     with _about(file):
         check_axes(sweep)
-    records = read_records(Path(sweep.prompts.file), columns_of(sweep, set()))
+        check_vectors(sweep)
+    records = records_of(sweep, Path(sweep.prompts.file))
     axes = ", ".join(f"{name}: {_size(axis)}" for name, axis in sweep.axes.items()) or "none"
     typer.echo(f"{file}: valid. Prompt rows: {len(records)}. Axes: {axes}.")
 

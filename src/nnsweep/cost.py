@@ -6,7 +6,7 @@ No torch: the workflow asks while it plans, and a login node has no use for it.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from nnsweep.chunks import backward_runs, forward_passes, naive_passes, pass_runs
+from nnsweep.chunks import backward_runs, forward_passes, naive_passes
 from nnsweep.config import Ndif
 
 Plain = dict[str, Any]
@@ -23,21 +23,58 @@ tenth of what was measured) and of a GPU."""
 
 
 def work_of(chunks: Iterable[Plain]) -> int:
-    """Layers times tokens that passes, clean runs and references compute (chains: at most)."""
-    total = 0
-    for chunk in chunks:
-        layers = chunk["model"]["shape"]["layers"]
-        for block in chunk["blocks"]:
-            rows, width, donors = _sizes(block)
-            once = block["shared"] + block["donor_shared"]
-            total += layers * (rows * (width + donors - once) + once)
-            for item in block["passes"]:
-                total += _pass_work(item, layers, width) * rows
-                total += _chains(item) * layers * (width + donors) * rows
-            # A backward pass takes about twice its forward pass.
-            total += 3 * backward_runs(chunk["measures"]) * layers * rows * width
-        total += layers * _reference_tokens(chunk)
-    return total
+    """Layers times tokens that a plan computes: clean and donor runs, references and passes.
+
+    New tokens count with all of their steps, of which a model's end token may spare some.
+    """
+    return sum(_chunk_work(chunk, full=False) for chunk in chunks)
+
+
+def full_work(chunks: Iterable[Plain]) -> int:
+    """The same of a loop: a full pass for every point, and for every run that it patches from.
+
+    Clean runs, donors, references and gradients are run once, as in the plan, and whole.
+    """
+    return sum(_chunk_work(chunk, full=True) for chunk in chunks)
+
+
+def _chunk_work(chunk: Plain, full: bool) -> int:
+    layers = chunk["model"]["shape"]["layers"]
+    tokens = _reference_tokens(chunk)
+    passes = 0
+    for block in chunk["blocks"]:
+        tokens += _clean_tokens(chunk, block, full) + _tokens_behind(chunk, block)
+        rows, width, donors = _sizes(block)
+        for item in block["passes"]:
+            own = (_whole_work if full else _pass_work)(item, layers, width)
+            passes += rows * (own + layers * _chain_tokens(item, width, donors, full))
+    return layers * tokens + passes
+
+
+def _clean_tokens(chunk: Plain, block: Plain, full: bool) -> int:
+    """Tokens of a block's runs without writes; a beginning that its rows share is run once."""
+    rows, width, donors = _sizes(block)
+    found = rows * width - (0 if full else (rows - 1) * block["shared"])
+    if _reads_donor(chunk, block):
+        found += rows * donors - (0 if full else (rows - 1) * block["donor_shared"])
+    # A backward pass takes about twice its forward pass.
+    return found + 3 * backward_runs(chunk["measures"]) * rows * width
+
+
+def _reads_donor(chunk: Plain, block: Plain) -> bool:
+    """Whether the donors of a block are run without writes."""
+    edits = [edit for item in block["passes"] if not item["inert"] for edit in item["edits"]]
+    operands = [one["operand"] for edit in edits for one in _with_chains(edit)]
+    patched = any(o["kind"] == "donor" and "chain" not in o for o in operands)
+    measured = any(
+        spec["kind"] == "recovery" or ("read" in spec and spec["against"] == "donor")
+        for spec in chunk["measures"]
+    )
+    return bool(block["donor_ids"]) and (patched or measured)
+
+
+def _with_chains(edit: Plain) -> list[Plain]:
+    return [edit, *edit["operand"].get("under", [])]
 
 
 def _pass_work(item: Plain, layers: int, width: int) -> int:
@@ -47,9 +84,35 @@ def _pass_work(item: Plain, layers: int, width: int) -> int:
     return sum(layers - resume for resume in item["resumes"]) * (width - item["start"])
 
 
-def _chains(item: Plain) -> int:
-    """Model calls of a pass besides its own."""
-    return 0 if item["inert"] else pass_runs(item) - (not item["estimated"])
+def _whole_work(item: Plain, layers: int, width: int) -> int:
+    """The same of a loop; a point that neither writes nor goes on is the clean run itself."""
+    clean = item["inert"] and not item["edits"]
+    return 0 if clean else len(item["points"]) * layers * width
+
+
+def _chain_tokens(item: Plain, width: int, donors: int, full: bool) -> int:
+    """Tokens, for one prompt row, of the runs under writes that a pass patches from.
+
+    A pass runs equal chains once, a loop once for every point.
+    """
+    if item["inert"] and not full:
+        return 0
+    sizes = {"self": width, "donor": donors}
+    operands = [(edit["slot"] if full else 0, edit["operand"]) for edit in item["edits"]]
+    chains = {(slot, o["kind"], o["chain"]) for slot, o in operands if "chain" in o}
+    return sum(sizes[kind] for _, kind, _ in chains)
+
+
+def _tokens_behind(chunk: Plain, block: Plain) -> int:
+    """Tokens that are run behind the prompts of a block: new ones, and those of whole answers."""
+    specs = chunk["measures"]
+    whole = {spec["name"]: spec["answer"] for spec in specs if spec.get("tokens") == "sum"}
+    sizes = {name: max(map(len, block["answer_ids"][name])) - 1 for name in whole.values()}
+    steps = sum(spec["k"] - 1 for spec in specs if spec["kind"] == "generate")
+    points = sum(len(item["points"]) for item in block["passes"])
+    # A recovery reads whole answers behind the clean prompt and behind the donor, too.
+    recovered = 2 * any(spec.get("of") in whole for spec in specs)
+    return len(block["ids"]) * (points * steps + (points + recovered) * sum(sizes.values()))
 
 
 def _reference_tokens(chunk: Plain) -> int:
@@ -58,19 +121,6 @@ def _reference_tokens(chunk: Plain) -> int:
     return sum(
         len(batch["ids"]) * len(batch["ids"][0]) for each in wanted for batch in each["batches"]
     )
-
-
-def full_work(chunks: Iterable[Plain]) -> int:
-    """Layers times tokens of one full pass a point, donors and references run once."""
-    total = 0
-    for chunk in chunks:
-        layers = chunk["model"]["shape"]["layers"]
-        for block in chunk["blocks"]:
-            rows, width, donors = _sizes(block)
-            points = sum(len(item["points"]) for item in block["passes"])
-            total += layers * rows * (width * points + donors)
-        total += layers * _reference_tokens(chunk)
-    return total
 
 
 def _sizes(block: Plain) -> tuple[int, int, int]:

@@ -1,6 +1,5 @@
 """Reading the two YAML documents: strict models, one-line errors with the next step."""
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nnsweep.errors import UserError
+from nnsweep.mistakes import lines, show
 
 
 class Strict(BaseModel):
@@ -47,11 +47,13 @@ def parse[Document: BaseModel](model: type[Document], value: Any, where: str) ->
         UserError: with the path of each bad key, what is allowed, and a suggestion.
     """
     if not isinstance(value, dict):
-        raise UserError(f"{where}: expected keys and values, got {_show(value)}.")
+        raise UserError(f"{where}: expected keys and values, got {show(value)}.")
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(_lines(model, value, error))) from None
+        raise UserError(
+            f"{where}: " + "; ".join(lines(schema_of(model, ""), value, error))
+        ) from None
 
 
 def schema_of(model: type[BaseModel], title: str) -> dict[str, Any]:
@@ -73,115 +75,6 @@ def _inline(node: Any, definitions: dict[str, Any]) -> Any:
         rest = {key: value for key, value in node.items() if key != "$ref"}
         return _inline(target | rest, definitions)
     return {key: _inline(value, definitions) for key, value in node.items()}
-
-
-def _lines(model: type[BaseModel], value: Any, error: ValidationError) -> list[str]:
-    """One short sentence per mistake; of a choice, only the option that came closest speaks."""
-    found: dict[tuple[int | str, ...], list[Any]] = {}
-    for item in error.errors(include_url=False):
-        found.setdefault(_place(value, item), []).append(item)
-    for place in [p for p in found if _known_elsewhere(model, p, found[p])]:
-        del found[place]
-    deep = [p for p in found if not any(o != p and o[: len(p)] == p for o in found)]
-    lines = []
-    for place in deep:
-        path = ".".join(str(part) for part in place)
-        sentence = _sentence(model, place, found[place])
-        lines.append(f"{path}: {sentence}" if path else sentence)
-    return lines
-
-
-def _known_elsewhere(
-    model: type[BaseModel], place: tuple[int | str, ...], items: list[Any]
-) -> bool:
-    """Whether a key is unknown to one option of a choice only, and known to another."""
-    unknown = all(item["type"] == "extra_forbidden" for item in items)
-    return unknown and str(place[-1]) in _keys_at(model, place[:-1])
-
-
-def _place(value: Any, item: Any) -> tuple[int | str, ...]:
-    """The path of keys in the document; pydantic's own names of options are left out."""
-    place: list[int | str] = []
-    for part in item["loc"]:
-        if _holds(value, part):
-            value = value[part]
-        elif item["type"] != "missing" or part != item["loc"][-1]:
-            continue
-        place.append(part)
-    return tuple(place)
-
-
-def _holds(value: Any, part: int | str) -> bool:
-    """Whether a part of pydantic's path is a key or a number of the document's own."""
-    if isinstance(value, dict):
-        return part in value
-    return isinstance(value, list) and isinstance(part, int) and part < len(value)
-
-
-def _sentence(model: type[BaseModel], place: tuple[int | str, ...], items: list[Any]) -> str:
-    kinds = {item["type"] for item in items}
-    if "extra_forbidden" in kinds:
-        found = f"unknown key (value {_show(items[0]['input'])})"
-        return found + _suggest(str(place[-1]), _keys_at(model, place[:-1]))
-    if "missing" in kinds:
-        return "this key is required"
-    for item in items:
-        if item["type"] == "value_error":
-            return str(item["msg"]).removeprefix("Value error, ")
-    expected = list(dict.fromkeys(_expected(item) for item in items))
-    return f"got {_show(items[0]['input'])}, expected {' or '.join(expected)}"
-
-
-def _expected(item: Any) -> str:
-    """What one option would have taken, in plain words."""
-    if item["type"] == "string_pattern_mismatch" and item["ctx"]["pattern"].startswith(r"^\$"):
-        return "`$axis`"
-    if item["type"].startswith("model_") or item["type"] == "dict_type":
-        return "keys and values"
-    message: str = item["msg"]
-    return message.removeprefix("Input should be ").replace("String should", "text that should")
-
-
-def _suggest(key: str, allowed: list[str]) -> str:
-    close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.5)
-    meant = f", did you mean '{close[0]}'?" if close and close[0] != key else "."
-    return f"{meant} Allowed: {', '.join(allowed)}" if allowed else meant
-
-
-def _keys_at(model: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:
-    """The keys allowed at a path, found by walking the inlined schema."""
-    nodes: list[Any] = [schema_of(model, "")]
-    for part in place:
-        nodes = [inner for node in nodes for inner in _step(node, part)]
-    return sorted({key for node in nodes for option in _options(node) for key in _named(option)})
-
-
-def _options(node: Any) -> list[Any]:
-    if not isinstance(node, dict):
-        return []
-    return [node, *(each for option in node.get("anyOf", []) for each in _options(option))]
-
-
-def _named(option: dict[str, Any]) -> list[str]:
-    return list(option.get("properties", {}))
-
-
-def _step(node: Any, part: int | str) -> list[Any]:
-    found = []
-    for option in _options(node):
-        if isinstance(part, int) and "items" in option:
-            found.append(option["items"])
-        elif part in option.get("properties", {}):
-            found.append(option["properties"][part])
-        elif isinstance(option.get("additionalProperties"), dict):
-            found.append(option["additionalProperties"])
-        found += list(option.get("patternProperties", {}).values())
-    return found
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -13,7 +13,7 @@ from nnsweep.planned import Plan, Settings
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sites import ORDER, limits_of
 from nnsweep.sweep import Sweep
-from nnsweep.sweep_words import HEADED, LAYERLESS
+from nnsweep.sweep_words import BETWEEN, HEADED, LAYERLESS
 
 Plain = dict[str, Any]
 
@@ -87,7 +87,7 @@ def _size(
     yield f"  prompt rows     {usable} usable of {len(rows)}"
     yield f"  values          {sum(len(p.rows) for p in plan.points) * len(columns(plan.measures))}"
     yield f"  forward passes  {passes} in {len(plan.chunks)} chunks (a loop without reuse: {naive})"
-    yield f"  layer x token   {work:,} computed, {full:,} in full passes ({work / full:.0%})"
+    yield f"  layer x token   {work:,} computed, {full:,} in whole passes ({work / full:.0%})"
     yield from _reuse(model, plan, settings)
     yield f"  memory          about {memory_of(model, plan.chunks) / 1e9:.1f} GB"
     yield f"  time            about {_seconds(model, work):.0f} s of passes on this CPU"
@@ -153,6 +153,8 @@ def _row(row: PromptRow, measure_at: str, tokenizer: Any) -> Iterator[str]:
     if row.donor_text is not None:
         yield f"  donor  {_tokens(row.donor_tokens)}"
     for name, place in row.positions.items():
+        if BETWEEN in name and not place.reason:
+            continue  # Edges, of which both positions are shown.
         if place.reason:
             yield f"  position {name}: {place.reason}"
             continue

@@ -1,13 +1,21 @@
 """Axes become points: values, combinations, exclusions, and every write resolved."""
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from nnsweep.errors import UserError
-from nnsweep.sweep import Range, Sweep, axis_kinds, position_spec, references
-from nnsweep.sweep_words import HEADED, LAYERLESS
-from nnsweep.sweep_writes import Write
+from nnsweep.sweep import (
+    Range,
+    Sweep,
+    all_writes,
+    axis_kinds,
+    placed_writes,
+    position_spec,
+    references,
+)
+from nnsweep.sweep_words import HEADED, LAYERLESS, edges_name
+from nnsweep.sweep_writes import Write, crossed, patches, source_key
 from nnsweep.tables import digest
 
 
@@ -24,17 +32,25 @@ def axis_values(sweep: Sweep, limits: dict[str, int]) -> dict[str, list[Any]]:
     }
 
 
+ONE = dict.fromkeys(("layer", "head", "kv_head", "unit"), 1)
+"""The smallest model: enough to tell whether two points write the same."""
+
+
 def check_axes(sweep: Sweep) -> None:
     """All of the axes that can be checked without a model.
 
     Raises:
-        UserError: as `axis_values` and `grid`; what depends on the model's size is left out.
+        UserError: as `axis_values`, `grid` and `expand`, but for what depends on the model's size.
     """
     kinds, fields = axis_kinds(sweep), references(sweep)
     listed = {name: axis for name, axis in sweep.axes.items() if axis != "all"}
     values = {n: _checked_axis(n, axis, kinds[n], fields[n], {}) for n, axis in listed.items()}
-    if len(values) == len(sweep.axes):
-        grid(sweep, values)
+    bound = {name for group in (*sweep.zip, *sweep.exclude) for name in group}
+    # What an axis of unknown length moves with or leaves out is known with the model only.
+    if bound <= values.keys():
+        cells = grid(sweep, values)
+        if len(values) == len(sweep.axes):
+            _check_distinct(sweep, [(cell, resolve_writes(sweep, cell, ONE)) for cell in cells])
 
 
 def _checked_axis(
@@ -51,12 +67,14 @@ def _checked_axis(
     else:
         values = axis.values() if isinstance(axis, Range) else list(axis)
     if not values:
-        raise UserError(f"axes.{name}: no values. Give at least one.")
+        raise UserError(f"axes.{name}: {_empty(axis)}")
     wanted = {"index": int, "string": str, "number": (int, float)}[kind]
     for value in values:
         if isinstance(value, bool) or not isinstance(value, wanted):  # type: ignore[arg-type]
             what = {"index": "a whole number", "string": "text", "number": "a number"}[kind]
             raise UserError(f"axes.{name}: {value!r} is not {what}, as ${name} must be.")
+        if "size" in fields and value < 0:
+            raise UserError(f"axes.{name}: {value} is negative. Lengths and deviations are not.")
         if bounds and not 0 <= value < min(bounds):
             what = " and ".join(sorted(fields & limits.keys())).replace("kv_", "key-value ")
             raise UserError(f"axes.{name}: {what} {value} is outside 0..{min(bounds) - 1}.")
@@ -64,6 +82,15 @@ def _checked_axis(
         twice = next(value for value in values if values.count(value) > 1)
         raise UserError(f"axes.{name}: {twice!r} is given twice. Give each value once.")
     return [float(value) for value in values] if kind == "number" else values
+
+
+def _empty(axis: Any) -> str:
+    """Why an axis has no values."""
+    if not isinstance(axis, Range) or axis.range[0] == axis.range[1]:
+        return "no values. Give at least one."
+    low, high, *step = axis.range
+    back = f"[{high}, {low}]" if not step else f"the step {-step[0]}"
+    return f"no values: range {axis.range} runs the other way. Give {back}."
 
 
 def grid(sweep: Sweep, values: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -92,7 +119,24 @@ def grid(sweep: Sweep, values: dict[str, list[Any]]) -> list[dict[str, Any]]:
     kept = [cell for cell in cells if not any(_matches(cell, rule) for rule in sweep.exclude)]
     if not kept:
         raise UserError("exclude: no point is left. Remove an exclusion.")
+    _check_bounds(sweep, kept)
     return [{name: cell[name] for name in values} for cell in kept]
+
+
+def _check_bounds(sweep: Sweep, cells: Sequence[dict[str, Any]]) -> None:
+    """Refuse a clamp of which an axis puts one bound above the other."""
+    bounds = [(where, w.clamp.low, w.clamp.high) for where, w in placed_writes(sweep) if w.clamp]
+    for where, *limits in bounds:
+        for cell in cells if any(isinstance(limit, str) for limit in limits) else []:
+            low, high = (_value(limit, cell) for limit in limits)
+            problem = crossed(low, high)
+            if problem:
+                raise UserError(f"{where}.clamp: {problem}, or exclude the point {cell}.")
+
+
+def _value(value: Any, cell: dict[str, Any]) -> Any:
+    """A value of the file, with an axis replaced by its value here."""
+    return cell.get(value[1:]) if isinstance(value, str) and value.startswith("$") else value
 
 
 def _matches(cell: dict[str, Any], rule: dict[str, Any]) -> bool:
@@ -149,6 +193,41 @@ def _spread(write: dict[str, Any], limits: dict[str, int]) -> list[dict[str, Any
     return found
 
 
+class Origin(NamedTuple):
+    """Where in the sweep file a resolved write comes from."""
+
+    where: str
+    """Path of the write, as `writes.0`."""
+    write: Write
+    under: "tuple[Origin, ...]" = ()
+    """The same of the writes of the run that it patches from."""
+
+    def key(self, name: str, of_patch: bool = False) -> str:
+        """Path of the key that says layer, head or another part of a place."""
+        if of_patch:
+            at = f"{self.where}.{source_key(self.write)}"
+            own = [patch for patch in patches(self.write) if getattr(patch, name, None) is not None]
+            return f"{at}.{name}" if own else at
+        several = getattr(self.write, f"{name}s", None) is not None
+        return f"{self.where}.{name}s" if several else f"{self.where}.{name}"
+
+
+def origins(sweep: Sweep, limits: dict[str, int]) -> list[Origin]:
+    """Where each of the writes that `resolve_writes` gives comes from, at every point."""
+    return list(_origins(sweep, "writes", sweep.writes, limits))
+
+
+def _origins(
+    sweep: Sweep, path: str, writes: Sequence[Write], limits: dict[str, int]
+) -> Iterator[Origin]:
+    for number, write in enumerate(writes):
+        run = next((p.patch for p in patches(write) if p.patch in sweep.runs), None)
+        inner = sweep.runs[run].writes if run else []
+        under = tuple(_origins(sweep, f"runs.{run}.writes", inner, limits))
+        for _ in _spread(write.model_dump(exclude_none=True), limits):
+            yield Origin(f"{path}.{number}", write, under)
+
+
 PLACE = ("site", "layer", "head", "heads", "units", "position", "keys")
 
 
@@ -186,13 +265,52 @@ def _chained(write: dict[str, Any], runs: dict[str, dict[str, Any]]) -> dict[str
 
 
 def position_names(write: dict[str, Any]) -> set[str]:
-    """Names of all positions that a resolved write touches or reads."""
+    """Names of all positions that a resolved write touches or reads, and of its edges."""
     source = write["mix"]["source"] if "mix" in write else write.get("set")
-    found = {write["position"], write.get("keys", write["position"])}
+    found = _names_of(write)
     if isinstance(source, dict) and "patch" in source:
-        found |= {source["position"], source.get("keys", source["position"])}
+        found |= _names_of(source)
         found |= {name for under in source.get("under", []) for name in position_names(under)}
     return found
+
+
+def _names_of(place: dict[str, Any]) -> set[str]:
+    if "keys" not in place:
+        return {place["position"]}
+    return {place["position"], place["keys"], edges_name(place["position"], place["keys"])}
+
+
+def edges_of(sweep: Sweep) -> list[tuple[str, str, bool]]:
+    """(position, keys, whether in the donor) of all edges that some point writes or patches from.
+
+    Axes that stand for the model's layers or heads are left out: they choose no position.
+    """
+    if not any(write.keys for write in all_writes(sweep)):
+        return []
+    kinds, fields = axis_kinds(sweep), references(sweep)
+    listed = {name: axis for name, axis in sweep.axes.items() if axis != "all"}
+    values = {n: _checked_axis(n, axis, kinds[n], fields[n], {}) for n, axis in listed.items()}
+    rules = [rule for rule in sweep.exclude if rule.keys() <= values.keys()]
+    groups = [kept for group in sweep.zip if (kept := [name for name in group if name in values])]
+    known = sweep.model_copy(update={"zip": groups, "exclude": rules})
+    cells = grid(known, values)
+    found = [
+        (str(_value(position, cell)), str(_value(keys, cell)), donor)
+        for position, keys, donor in _edge_places(sweep)
+        for cell in cells
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _edge_places(sweep: Sweep) -> Iterator[tuple[str, str, bool]]:
+    """The same with axes in the place of their values."""
+    theirs = {"donor"} | {name for name, run in sweep.runs.items() if run.prompt == "donor"}
+    for where, write in placed_writes(sweep):
+        if write.keys is not None:
+            run = where.split(".")[1] if where.startswith("runs.") else ""
+            yield write.position, write.keys, run in theirs
+            for patch in patches(write):
+                yield patch.position or write.position, write.keys, patch.patch in theirs
 
 
 def by_content(sweep: Sweep, write: dict[str, Any]) -> dict[str, Any]:
@@ -224,27 +342,37 @@ def expand(
     """
     values = axis_values(sweep, limits)
     points = [(cell, resolve_writes(sweep, cell, limits)) for cell in grid(sweep, values)]
-    seen: dict[str, dict[str, Any]] = {}
-    for cell, writes in points:
-        for write in writes:
-            _in_range(write, limits)
-        meaning = [by_content(sweep, write) for write in writes]
-        twin = seen.setdefault(digest(meaning), cell)
-        if twin is not cell:
-            raise UserError(f"axes: {twin} and {cell} are the same point. Remove one.")
+    declared = origins(sweep, limits)
+    for _, writes in points:
+        for write, origin in zip(writes, declared, strict=True):
+            _in_range(write, origin, limits)
+    _check_distinct(sweep, points)
     return points
 
 
-def _in_range(write: dict[str, Any], limits: dict[str, int]) -> None:
+def _check_distinct(
+    sweep: Sweep, points: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]
+) -> None:
+    """Refuse two points that are the same experiment under other names."""
+    seen: dict[str, dict[str, Any]] = {}
+    for cell, writes in points:
+        twin = seen.setdefault(digest([by_content(sweep, write) for write in writes]), cell)
+        if twin is not cell:
+            raise UserError(f"axes: {twin} and {cell} are the same point. Remove one.")
+
+
+def _in_range(write: dict[str, Any], origin: Origin, limits: dict[str, int]) -> None:
     """Refuse a layer, head or neuron that the model does not have, also of what is patched in."""
     source = write["mix"]["source"] if "mix" in write else write.get("set")
-    for place in (write, source if isinstance(source, dict) and "patch" in source else {}):
+    patch = source if isinstance(source, dict) and "patch" in source else {}
+    for place, of_patch in ((write, False), (patch, True)):
         head = HEADED.get(place.get("site", ""), "head")
-        found = [("layer", place.get("layer")), (head, place.get("head"))]
-        found += [("unit", unit) for unit in place.get("units", [])]
-        for kind, value in found:
+        found = [("layer", "layer", place.get("layer")), ("head", head, place.get("head"))]
+        found += [("units", "unit", unit) for unit in place.get("units", [])]
+        for key, kind, value in found:
             if value is not None and not 0 <= value < limits.get(kind, value + 1):
-                what = kind.replace("kv_", "key-value ")
-                raise UserError(f"writes: {what} {value} is outside 0..{limits[kind] - 1}.")
-        for under in place.get("under", []):
-            _in_range(under, limits)
+                what = "key-value head " if kind == "kv_head" else ""
+                path = origin.key(key, of_patch)
+                raise UserError(f"{path}: {what}{value} is outside 0..{limits[kind] - 1}.")
+    for under, inner in zip(patch.get("under", []), origin.under, strict=False):
+        _in_range(under, inner, limits)

@@ -45,11 +45,14 @@ def run_chunk(model, chunk, functions, report):
         for item in block["passes"]:
             if item["inert"] or item["estimated"]:
                 run = repeated(state["clean"], len(item["points"]))
-                chained = chain_runs(model, tools, block, item["edits"], state)
+                # Nothing is done to a pass that cannot differ, so nothing is captured for it.
+                moving = [] if item["inert"] else item["edits"]
+                chained = chain_runs(model, tools, block, moving, state)
             else:
                 run, chained = run_pass(model, tools, block, item, state)
                 if tools["summed"]:
-                    run["scores"] = scores(model, tools, block, len(item["points"]), run)
+                    count = len(item["points"])
+                    run["scores"] = scores(model, tools, block, block["ids"], count, run)
             if tools["generate"]:
                 generate(model, tools, block, item, run, state)
             run["estimates"] = estimates(tools, block, item, state | {"chained": chained})
@@ -80,17 +83,26 @@ def clean_state(model, tools, block):
         for resume in item["resumes"]:
             starts[resume] = min(starts.get(resume, item["start"]), item["start"])
     how = {"captures": captures(edits, block, "self"), "starts": starts, "shared": block["shared"]}
-    how |= {"caching": any(item["start"] for item in running), "reads": tools["reads"]}
+    specs = tools["measures"]
+    recovered = [spec["of"] for spec in specs if spec["kind"] == "recovery"]
+    whole = any(s["name"] in recovered and s.get("tokens") == "sum" for s in specs)
+    how |= {"caching": whole or any(item["start"] for item in running), "reads": tools["reads"]}
     how |= {"answers": block["answers"]}
     clean = clean_run(model, tools, block["ids"], block["measured"], how)
+    if whole:
+        clean["scores"] = scores(model, tools, block, block["ids"], 1, clean)
     state = {"clean": clean, "donor": None, "starts": starts, "references": tools["references"]}
     theirs = captures(edits, block, "donor")
-    specs = tools["measures"]
-    read = any("read" in spec and spec["against"] == "donor" for spec in specs)
-    if theirs or read or any(spec["kind"] == "recovery" for spec in specs):
-        how = {"captures": theirs, "shared": block["donor_shared"]}
+    lens = [spec["name"] for spec in specs if spec["name"] in recovered and "lens" in spec]
+    read = lens or any("read" in spec and spec["against"] == "donor" for spec in specs)
+    if theirs or read or recovered:
+        how = {"captures": theirs, "shared": block["donor_shared"], "caching": whole}
         how |= {"reads": tools["donor_reads"] if read else []}
-        state["donor"] = clean_run(model, tools, block["donor_ids"], block["donor_measured"], how)
+        how |= {"answers": block["answers"], "lens": lens}
+        donor = clean_run(model, tools, block["donor_ids"], block["donor_measured"], how)
+        if whole:
+            donor["scores"] = scores(model, tools, block, block["donor_ids"], 1, donor)
+        state["donor"] = donor
     written = [edit for item in moving for edit in item["edits"]]
     if written and any(spec["kind"] == "attribution" for spec in specs):
         state["gradients"] = gradients(model, tools, block, written)
@@ -135,7 +147,8 @@ def clean_run(model, tools, ids, at, how):
         tools: Shape, measures and functions.
         ids: Prompts of one length.
         at: The token of each row whose logits are measured.
-        how: captures; starts (layer -> first token to keep); shared; caching; reads; answers.
+        how: captures; starts (layer -> first token to keep); shared; caching; reads; answers; lens,
+            the names of the lens measures to take (without it, all, where there are answers).
 
     Returns:
         logits (rows, vocab) at the tokens `at`; captures, key -> (pairs, width); resid, the stream
@@ -159,6 +172,7 @@ def clean_run(model, tools, ids, at, how):
     job |= {"inputs": inputs | {"use_cache": caching or shared > 0}, "caching": caching}
     job |= {"rows": len(ids), "resumes": [0], "streams": {}, "reads": reads, "edits": []}
     job |= {"steps": sorted(steps, key=lambda step: step[0]), "answers": how.get("answers")}
+    job |= {"lens": how.get("lens")}
     trace_run(model, tools, job, {}, {}, found)
     return found
 
@@ -488,6 +502,8 @@ def lens_columns(model, tools, job, state, found):
     """The measures of the logit lens: name -> (points * rows,)."""
     shape, rows = tools["shape"], job["rows"]
     specs = [spec for spec in tools["measures"] if "lens" in spec and job["answers"] is not None]
+    wanted = job.get("lens")
+    specs = specs if wanted is None else [spec for spec in specs if spec["name"] in wanted]
     answers = {name: torch.tensor(ids) for name, ids in (job["answers"] or {}).items()}
     for number in sorted({spec["lens"] for spec in specs}):
         logits = base = lens_logits(model, shape, found["reads"][number], rows)
@@ -628,14 +644,14 @@ def noise(seeds, rows, old):
 # --- answers of several tokens ----------------------------------------------------------------
 
 
-def scores(model, tools, block, points, run):
-    """Log-probability of whole answers behind the prompt: name -> (points * rows,).
+def scores(model, tools, block, prompts, points, run):
+    """Log-probability of whole answers behind prompts: name -> (points * rows,).
 
     Each token of an answer is read behind those before it, in one pass over all of them; shorter
     answers are filled up behind their end, where nothing reads.
     """
     shape, found = tools["shape"], {}
-    width = len(block["ids"][0])
+    width = len(prompts[0])
     for name in tools["summed"]:
         ids = block["answer_ids"][name] * points
         longest = max(map(len, ids))
@@ -839,15 +855,24 @@ def measured_point(tools, run, answers, state):
             other = state["donor" if spec["against"] == "donor" else "clean"]["reads"]
             found = cosine(run["reads"][spec["read"]], other[spec["read"]])
         elif spec["kind"] == "recovery":
-            donor, of = state["donor"]["logits"], kinds[spec["of"]]
             ours, theirs, base = (
-                column(functions, of, one, clean, answers) for one in (logits, donor, clean)
+                alone(functions, kinds[spec["of"]], one, answers)
+                for one in (run, state["donor"], state["clean"])
             )
             found = recovered(ours, base, theirs, spec["min_gap"])
         else:
             found = column(functions, spec, logits, clean, answers)
         columns.append(found[:, None] if found.dim() == 1 else found)
     return torch.cat(columns, -1).float()
+
+
+def alone(functions, spec, run, answers):
+    """A measure of one run that compares it with no other: (rows,)."""
+    if "lens" in spec:
+        return run["lens"][spec["name"]]
+    if spec.get("tokens") == "sum":
+        return whole_answer(spec["kind"], run["scores"][spec["answer"]].to(run["logits"].device))
+    return column(functions, spec, run["logits"], run["logits"], answers)
 
 
 def whole_answer(kind, log_prob):

@@ -5,9 +5,10 @@ from typing import Any
 
 from nnsweep.chunks import GENERATE, in_session
 from nnsweep.errors import UserError
-from nnsweep.sites import tap
+from nnsweep.sites import limits_of, require_site, tap
 from nnsweep.sweep import GENERATED, Sweep
-from nnsweep.sweep_measures import Measure
+from nnsweep.sweep_measures import Lens, Read
+from nnsweep.sweep_words import HEADED
 
 Plain = dict[str, Any]
 
@@ -15,7 +16,8 @@ Plain = dict[str, Any]
 def measure_list(sweep: Sweep, shape: Plain) -> tuple[list[Plain], list[Plain]]:
     """The measures as plain data, in the order of their columns, and the places they read.
 
-    A lens is one measure a layer, called NAME.LAYER; `lens` and `read` become numbers of a place.
+    A lens is one measure a layer, called NAME.LAYER, and so is a recovery of it; `lens` and `read`
+    become numbers of a place.
 
     Raises:
         UserError: a place that the model does not have.
@@ -25,14 +27,19 @@ def measure_list(sweep: Sweep, shape: Plain) -> tuple[list[Plain], list[Plain]]:
     for name, measure in sweep.measures.items():
         plain = {"name": name, **measure.model_dump(exclude_none=True)}
         if measure.lens is not None:
-            for layer, read in _lens_reads(sweep, measure, shape):
+            for layer, read in _lens_reads(f"measures.{name}.lens", sweep, measure.lens, shape):
                 number = _numbered(read, reads)
                 measures.append(plain | {"name": f"{name}.{layer}", "lens": number})
         elif measure.read is not None:
             place = measure.read
+            _check_read(f"measures.{name}.read", place, shape)
             where = tap(shape, place.site, place.layer, place.head)
             read = {"tap": where, "position": place.position}
             measures.append(plain | {"read": _numbered(read, reads)})
+        elif measure.kind == "recovery" and (lens := sweep.measures[str(measure.of)].lens):
+            for layer in _lens_layers(lens, shape):
+                of = {"name": f"{name}.{layer}", "of": f"{measure.of}.{layer}"}
+                measures.append(plain | of)
         else:
             measures.append(plain)
     if sweep.generate is not None:
@@ -46,17 +53,30 @@ def measure_list(sweep: Sweep, shape: Plain) -> tuple[list[Plain], list[Plain]]:
     return measures, reads
 
 
-def _lens_reads(sweep: Sweep, measure: Measure, shape: Plain) -> Iterator[tuple[int, Plain]]:
+def _check_read(path: str, place: Read, shape: Plain) -> None:
+    """Refuse a place that the model does not have."""
+    require_site(shape, place.site, f"{path}.site")
+    limits = limits_of(shape)
+    for key, kind in (("layer", "layer"), ("head", HEADED.get(place.site, "head"))):
+        value = getattr(place, key)
+        if value is not None and value >= limits[kind]:
+            raise UserError(f"{path}.{key}: {value} is outside 0..{limits[kind] - 1}.")
+
+
+def _lens_reads(path: str, sweep: Sweep, lens: Lens, shape: Plain) -> Iterator[tuple[int, Plain]]:
     """(layer, place) of every layer that a lens reads."""
-    lens = measure.lens
-    if lens is None or shape["lens"] is None:
-        raise UserError(f"lens: how logits come from the stream of {shape['family']} is not known.")
-    layers = range(shape["layers"]) if lens.layers == "all" else lens.layers
-    for layer in layers:
+    if shape["lens"] is None:
+        raise UserError(f"{path}: it is not known how {shape['family']} makes logits of a stream.")
+    require_site(shape, lens.site, f"{path}.site")
+    for layer in _lens_layers(lens, shape):
         if layer >= shape["layers"]:
-            raise UserError(f"lens: layer {layer} is outside 0..{shape['layers'] - 1}.")
+            raise UserError(f"{path}.layers: {layer} is outside 0..{shape['layers'] - 1}.")
         where = tap(shape, lens.site, layer)
         yield layer, {"tap": where, "position": lens.position or sweep.measure_at}
+
+
+def _lens_layers(lens: Lens, shape: Plain) -> Sequence[int]:
+    return range(shape["layers"]) if lens.layers == "all" else lens.layers
 
 
 def controlled(measures: Sequence[Plain]) -> list[Plain]:

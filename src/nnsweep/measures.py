@@ -215,7 +215,8 @@ REGISTRY: dict[str, Entry] = {
         None,
         False,
         "(m - m_clean) / (m_donor - m_clean) of the measure m named by `of`, with the clean and "
-        "the donor run of the same row; null where the gap is smaller than `min_gap`",
+        "the donor run of the same row; null where the gap is smaller than `min_gap`; of a lens, a "
+        "column for each of its layers",
         _PATCHING,
     ),
 }

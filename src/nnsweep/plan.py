@@ -42,6 +42,7 @@ from nnsweep.reuse import Earlier, kept_controls, reuse
 from nnsweep.row_places import last_of, place_of
 from nnsweep.sites import limits_of
 from nnsweep.sweep import Sweep, position_spec, uses_donor, watched_positions
+from nnsweep.sweep_words import BETWEEN
 from nnsweep.tables import digest
 
 PASS_TOKENS = 32_768
@@ -137,12 +138,11 @@ class Context:
         self.answers = sorted({n for m in measures for n in [m.answer, *(m.answers or [])] if n})
         self.donors = uses_donor(sweep)
         self.estimates_only = all(spec["kind"] == "attribution" for spec in self.measures)
-        estimating = any(spec["kind"] == "attribution" for spec in self.measures)
-        self.edits = Edits(sweep, self.shape, rows, load_vector, estimating)
+        self.edits = Edits(sweep, self.shape, rows, load_vector)
         self.goes_on = self.edits.goes_on
         self._check_window()
         self.watched = set(watched_positions(sweep))
-        names = list(rows[0].positions) if rows else []
+        names = [name for name in rows[0].positions if BETWEEN not in name] if rows else []
         self.specs = {name: position_spec(sweep, name) for name in names}
         named = {name for _, writes in cells for write in writes for name in position_names(write)}
         self.touched = named | self.watched
@@ -150,10 +150,12 @@ class Context:
     def _check_window(self) -> None:
         """Refuse whole answers behind prompts of which a sliding window forgets the beginning."""
         window = self.shape["window"]
-        names = [s["answer"] for s in self.measures if s.get("tokens") == "sum"]
+        whole = {s["name"]: s["answer"] for s in self.measures if s.get("tokens") == "sum"}
+        theirs = any(s.get("of") in whole for s in self.measures)
         for row in self.rows if window is not None else []:
-            length = len(row.ids) + max((len(row.answers[name]) for name in names), default=0)
-            if names and row.reason is None and length > window:
+            prompt = max(len(row.ids), len(row.donor_ids) if theirs else 0)
+            length = prompt + max((len(row.answers[name]) for name in whole.values()), default=0)
+            if whole and row.reason is None and length > window:
                 raise UserError(
                     f"row {row.row_id}: tokens: sum takes prompt and answer within the sliding "
                     f"window of {window} tokens, they have {length}. Use shorter prompts."
@@ -163,7 +165,7 @@ class Context:
         """Resolve one point: its rows, its edits and its ids."""
         names = {n for write in writes for n in position_names(write)} | self.watched
         rows = self.edits.usable(names)
-        edits = [self.edits.edit(write) for write in writes]
+        edits = self.edits.edits(writes)
         self.edits.check(edits, rows)
         key = digest(
             {
@@ -345,7 +347,7 @@ class Context:
     def block(self, block: Sequence[int], swap: bool = False) -> Plain:
         """The rows of a block; `swap` runs the donor prompts in the place of the prompts."""
         rows = [self.rows[i] for i in block]
-        names = list(rows[0].positions)
+        names = list(self.specs)
         measured = self.sweep.measure_at
         base = [row.donor_ids if swap else row.ids for row in rows]
         return {

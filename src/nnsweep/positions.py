@@ -76,6 +76,26 @@ def _resolve(sides: Sides, label: str, position: Position, inherited: str | None
     return Place(*trimmed(ours, theirs, align), align=align)
 
 
+def edges_place(name: str, queries: Place, keys: Place, donor: bool) -> Place:
+    """The query tokens of edges, or why nothing is there to write: a token sees none behind it.
+
+    Args:
+        name: What the edges are called.
+        queries: The position of the query tokens.
+        keys: The position of the key tokens.
+        donor: Whether the edges are the donor's.
+    """
+    known = queries.reason or keys.reason
+    ours, theirs = (queries.donor, keys.donor) if donor else (queries.base, keys.base)
+    if known or not ours or not theirs or min(theirs) <= max(ours):
+        return Place(queries.base, queries.donor, known)
+    side = " in the donor" if donor else ""
+    return Place(
+        reason=f"edges {name}{side}: the key tokens {theirs} come after the query tokens {ours}, "
+        "which do not see them; there is nothing to write"
+    )
+
+
 def trimmed(ours: list[int], theirs: list[int], align: str) -> tuple[list[int], list[int]]:
     """The first or the last tokens of both, as many as the shorter has; a mean takes them all."""
     size = min(len(ours), len(theirs))

@@ -8,7 +8,7 @@ import csv
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ import pyarrow.parquet as pq
 
 from nnsweep.chat import Template, answer_join, chat_of, template_of
 from nnsweep.errors import UserError
-from nnsweep.positions import Encoded, Place, Sides, place_of
+from nnsweep.grid import edges_of
+from nnsweep.positions import Encoded, Place, Sides, edges_place, place_of
 from nnsweep.sweep import Sweep, donor_positions, named_positions, uses_donor
 from nnsweep.sweep_measures import needs_one_token
 from nnsweep.sweep_positions import Tokens
+from nnsweep.sweep_words import BETWEEN, edges_name
 from nnsweep.tables import digest
 
 
@@ -148,12 +150,11 @@ def prepare_rows(sweep: Sweep, path: Path, tokenizer: Any, context: int) -> list
     """
     chat = sweep.prompts.chat
     template = template_of(tokenizer, chat) if chat else None
-    available = set(_read_any(path).column_names)
-    records = read_records(path, columns_of(sweep, available))
+    records, edges = records_of(sweep, path), edges_of(sweep)
     rows = [
-        _row(sweep, record, i, tokenizer, template, context) for i, record in enumerate(records)
+        _row(sweep, record, i, tokenizer, template, context, edges)
+        for i, record in enumerate(records)
     ]
-    _refuse_doubles(rows, path)
     for row in rows:
         row.row_key = row.key()
     _tell_apart(rows)
@@ -161,12 +162,25 @@ def prepare_rows(sweep: Sweep, path: Path, tokenizer: Any, context: int) -> list
     return rows
 
 
-def _refuse_doubles(rows: list[PromptRow], path: Path) -> None:
+def records_of(sweep: Sweep, path: Path) -> list[dict[str, str]]:
+    """The records of the sweep's prompt file, each with a name of its own.
+
+    Raises:
+        UserError: as `read_records`, or two rows of one name.
+    """
+    available = set(_read_any(path).column_names)
+    records = read_records(path, columns_of(sweep, available))
     seen: set[str] = set()
-    for row in rows:
-        if row.row_id in seen:
-            raise UserError(f"{path}: row_id '{row.row_id}' stands twice. Name every row once.")
-        seen.add(row.row_id)
+    for number, record in enumerate(records):
+        name = _name_of(sweep, record, number)
+        if name in seen:
+            raise UserError(f"{path}: row_id '{name}' stands twice. Name every row once.")
+        seen.add(name)
+    return records
+
+
+def _name_of(sweep: Sweep, record: Mapping[str, str], number: int) -> str:
+    return record.get(sweep.prompts.row_id) or f"row{number:05d}"
 
 
 def _tell_apart(rows: list[PromptRow]) -> None:
@@ -187,6 +201,13 @@ def _tell_apart(rows: list[PromptRow]) -> None:
 
 
 def _apply_policy(sweep: Sweep, rows: list[PromptRow], path: Path) -> None:
+    for name in [name for name in rows[0].positions if BETWEEN in name]:
+        reasons = [row.reason or row.positions[name].reason for row in rows]
+        if all(reasons) and not all(row.reason for row in rows):
+            raise UserError(
+                f"{path}: no row can be used with edges {name} ({rows[0].row_id}: {reasons[0]}). "
+                "Choose keys at or before position, or exclude such points."
+            )
     bad = [(row.row_id, reason) for row in rows if (reason := _any_reason(sweep, row))]
     if bad and sweep.on_bad_row == "refuse":
         shown = "; ".join(f"{name}: {reason}" for name, reason in bad[:3])
@@ -222,6 +243,7 @@ def _row(
     tokenizer: Any,
     template: Template | None,
     context: int,
+    edges: Sequence[tuple[str, str, bool]],
 ) -> PromptRow:
     prompts = sweep.prompts
     base = _prompt(record[prompts.text], tokenizer, template)
@@ -235,8 +257,9 @@ def _row(
         name: place_of(Sides(sweep, record, base, donor if name in paired else None), name)
         for name in used_positions(sweep)
     }
+    places |= _edges(edges, places)
     return PromptRow(
-        row_id=record.get(prompts.row_id) or f"row{number:05d}",
+        row_id=_name_of(sweep, record, number),
         text=base.text,
         donor_text=donor.text if donor else None,
         ids=base.ids,
@@ -248,6 +271,17 @@ def _row(
         positions=places,
         reason=reason,
     )
+
+
+def _edges(edges: Sequence[tuple[str, str, bool]], places: Mapping[str, Place]) -> dict[str, Place]:
+    """The edges of attention that writes touch, as positions of their own."""
+    found: dict[str, Place] = {}
+    for position, keys, donor in edges:
+        name = edges_name(position, keys)
+        place = edges_place(name, places[position], places[keys], donor)
+        if name not in found or found[name].reason is None:
+            found[name] = place
+    return found
 
 
 def _prompt(cell: str, tokenizer: Any, template: Template | None) -> Encoded:

@@ -15,7 +15,6 @@ from nnsweep import SEMANTICS
 from nnsweep.chunks import in_session, keys_of, pass_ids
 from nnsweep.planned import Kept, Plain, Point, identity
 from nnsweep.row_places import place_of
-from nnsweep.sweep import position_spec
 from nnsweep.tables import digest
 
 if TYPE_CHECKING:
@@ -64,8 +63,7 @@ class Comparison:
         self.context = context
         rows = context.rows
         self.numbers = {row.row_key: i for i, row in enumerate(rows) if row.reason is None}
-        names = list(rows[0].positions) if rows else []
-        self.positions = {digest(position_spec(context.sweep, name)): name for name in names}
+        self.positions = {digest(spec): name for name, spec in context.specs.items()}
         self.measures = _meanings(context.measures, context.reads, context.specs)
 
     def answers(self, chunk: Plain) -> bool:

@@ -173,6 +173,14 @@ def limits_of(shape: Mapping[str, Any]) -> dict[str, int]:
     return {name: shape[size] for name, size in names.items() if shape[size]}
 
 
+def require_site(shape: Mapping[str, Any], site: str, path: str) -> None:
+    """Refuse a site that the family does not have; `path` is the key in the sweep file."""
+    if site not in shape["sites"]:
+        reason = shape["refused"].get(site, "unknown site")
+        allowed, at = ", ".join(shape["sites"]), f"{path}: " if path else ""
+        raise UserError(f"{at}site {site}: {reason} in {shape['family']}. Sites here: {allowed}.")
+
+
 def tap(
     shape: Mapping[str, Any],
     site: str,
@@ -190,10 +198,7 @@ def tap(
     Raises:
         UserError: the family has no such site.
     """
-    if site not in shape["sites"]:
-        reason = shape["refused"].get(site, "unknown site")
-        allowed = ", ".join(shape["sites"])
-        raise UserError(f"site {site}: {reason} in {shape['family']}. Sites here: {allowed}.")
+    require_site(shape, site, "")
     if site == "resid_pre" and layer:
         # The same stream; what goes into a layer can hold all keys and values besides.
         rank = ORDER.index("resid_post")

@@ -1,13 +1,12 @@
-"""The sweep document: what may stand in it, and what must fit together.
+"""The sweep document: what may stand in it (what must fit together: `sweep_checks`).
 
 A sweep is one file. Its axes span a grid; each point of the grid is one set of writes. Nothing
 here knows a tokenizer or a tensor: positions are names, layers and heads are integers.
 """
 
-import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
@@ -19,17 +18,23 @@ from pydantic import (
 )
 
 from nnsweep.documents import Strict
-from nnsweep.errors import UserError
-from nnsweep.sweep_measures import TEXTS, Measure, recoverable, smooth
+from nnsweep.sweep_measures import Measure
 from nnsweep.sweep_positions import BUILT_IN_POSITIONS, FORMS, Position, Tokens
 from nnsweep.sweep_words import (
     NAME,
-    PROMPTS,
     Name,
     Numbers,
     Scalar,
 )
-from nnsweep.sweep_writes import Run, VectorFile, Write, leaves, places_of, repeatable, roles
+from nnsweep.sweep_writes import (
+    Leaf,
+    Run,
+    VectorFile,
+    Write,
+    leaves,
+    places_of,
+    roles,
+)
 
 GENERATED = ("generated", "text")
 """Columns of values.parquet that hold what was generated: tokens, and their text."""
@@ -96,12 +101,17 @@ class Range(Strict):
         description="[a, b] or [a, b, step]", min_length=2, max_length=3
     )
 
+    @field_validator("range")
+    @classmethod
+    def _moves(cls, value: list[int | float]) -> list[int | float]:
+        if value[2:] == [0]:
+            raise ValueError(f"{value} has step 0; give a step other than 0")
+        return value
+
     def values(self) -> list[int | float]:
         """The numbers, computed in decimal so that 0.1 steps stay 0.1 steps."""
         start, stop = (Decimal(str(x)) for x in self.range[:2])
         step = Decimal(str(self.range[2])) if len(self.range) == 3 else Decimal(1)
-        if step == 0:
-            raise UserError(f"axes: range {self.range} has step 0. Give a step other than 0.")
         count = max(0, math.ceil((stop - start) / step))
         whole = all(isinstance(x, int) for x in self.range)
         return [int(x) if whole else float(x) for x in (start + step * i for i in range(count))]
@@ -155,8 +165,9 @@ class Sweep(Strict):
 
     @model_validator(mode="after")
     def _references(self) -> "Sweep":
-        checks = (_bad_positions, _bad_refs, _bad_measures, _bad_axes, _bad_generation)
-        for problem in itertools.chain.from_iterable(check(self) for check in checks):
+        from nnsweep.sweep_checks import problems  # It reads finished sweeps.
+
+        for problem in problems(self):
             raise ValueError(problem)
         return self
 
@@ -199,7 +210,25 @@ def align_of(position: Position) -> str | None:
 
 def all_writes(sweep: Sweep) -> list[Write]:
     """The writes of the sweep and of its runs."""
-    return [*sweep.writes, *(write for run in sweep.runs.values() for write in run.writes)]
+    return [write for _, write in placed_writes(sweep)]
+
+
+def placed_writes(sweep: Sweep) -> list[tuple[str, Write]]:
+    """The same, each with its path in the file, as `writes.0` or `runs.NAME.writes.0`."""
+    lists = {"writes": sweep.writes}
+    lists |= {f"runs.{name}.writes": run.writes for name, run in sweep.runs.items()}
+    return [
+        (f"{path}.{i}", write) for path, found in lists.items() for i, write in enumerate(found)
+    ]
+
+
+def placed_leaves(sweep: Sweep) -> list[Leaf]:
+    """What axes may stand for, in all writes, with whole paths."""
+    return [
+        leaf._replace(path=f"{where}.{leaf.path}")
+        for where, write in placed_writes(sweep)
+        for leaf in leaves(write)
+    ]
 
 
 def uses_donor(sweep: Sweep) -> bool:
@@ -241,121 +270,31 @@ def vector_files(sweep: Sweep) -> list[str]:
 def references(sweep: Sweep) -> dict[str, set[str]]:
     """Axis name -> the fields (`layer`, `kv_head`, `number`, ...) that refer to it."""
     found: dict[str, set[str]] = {}
-    for write in all_writes(sweep):
-        for field, value in leaves(write):
-            if isinstance(value, str) and value.startswith("$"):
-                found.setdefault(value[1:], set()).add(field)
+    for leaf in placed_leaves(sweep):
+        if isinstance(leaf.value, str) and leaf.value.startswith("$"):
+            found.setdefault(leaf.value[1:], set()).add(leaf.field)
     return found
 
 
-def _bad_refs(sweep: Sweep) -> list[str]:
-    known = set(sweep.axes)
-    problems = [
-        f"writes refer to ${name}, which is no axis. Axes: {', '.join(known) or 'none'}"
-        for name in references(sweep)
-        if name not in known
-    ]
-    idle = [name for name in sweep.axes if name not in references(sweep)]
-    if idle:
-        problems.append(f"axis '{idle[0]}' is used by no write. Use ${idle[0]} or remove the axis")
-    for name in sorted({*named_positions(sweep), sweep.measure_at}):
-        declared = {**sweep.positions, **BUILT_IN_POSITIONS}
-        if name == sweep.measure_at and name.startswith("$"):
-            problems.append("measure_at is one position for the whole sweep, not an axis")
-        elif not name.startswith("$") and name not in declared:
-            problems.append(_no_position(sweep, name))
-    if uses_donor(sweep) and sweep.prompts.donor is None:
-        problems.append("a write or measure reads the donor, but prompts.donor is not given")
-    return problems + _bad_runs(sweep)
-
-
-def _fields(sweep: Sweep) -> list[tuple[str, Any]]:
-    """(field, value) of everything that stands in a write or is read by a measure."""
-    found = [leaf for write in all_writes(sweep) for leaf in leaves(write)]
-    return found + [("position", name) for name in watched_positions(sweep)]
+def named_places(sweep: Sweep) -> list[tuple[str, str]]:
+    """(path, position or `$axis`) of all that a write, a run or a measure names."""
+    found = [(leaf.path, leaf.value) for leaf in placed_leaves(sweep) if leaf.field == "position"]
+    found.append(("measure_at", sweep.measure_at))
+    for name, measure in sweep.measures.items():
+        for key, place in (("read", measure.read), ("lens", measure.lens)):
+            found += [(f"measures.{name}.{key}.position", place.position)] if place else []
+    return [(path, name) for path, name in found if name is not None]
 
 
 def watched_positions(sweep: Sweep) -> list[str]:
     """Positions at which something is measured."""
-    measures = sweep.measures.values()
-    read = [one.position for m in measures for one in (m.read, m.lens) if one and one.position]
-    return list(dict.fromkeys([sweep.measure_at, *read]))
+    watched = [name for path, name in named_places(sweep) if path.startswith("measure")]
+    return list(dict.fromkeys(watched))
 
 
 def named_positions(sweep: Sweep) -> list[str]:
     """Every position, or `$axis`, that a write, a run or a measure names."""
-    return [name for field, name in _fields(sweep) if field == "position" and name]
-
-
-def _bad_runs(sweep: Sweep) -> list[str]:
-    problems = [f"runs.{name} is built in; call it otherwise" for name in PROMPTS & {*sweep.runs}]
-    asked = {name for write in sweep.writes for name in roles(write)}
-    known = ", ".join([*sorted(PROMPTS), *sweep.runs])
-    problems += [f"patch: '{n}' is no run. Runs: {known}" for n in asked - PROMPTS - {*sweep.runs}]
-    problems += [f"runs.{name} is patched from by no write" for name in {*sweep.runs} - asked]
-    for name, run in sweep.runs.items():
-        for deep in sorted({n for w in run.writes for n in roles(w)} - PROMPTS):
-            problems.append(f"runs.{name} patches from '{deep}'; a run patches from text and donor")
-    return problems
-
-
-def _bad_positions(sweep: Sweep) -> Iterator[str]:
-    chat = bool(sweep.prompts.chat)
-    for name, position in sweep.positions.items():
-        if isinstance(position, Tokens) and position.segment is not None and not chat:
-            yield f"positions.{name}: segments are of chat prompts. Set prompts.chat: true"
-        for member in _names_in(sweep, name):
-            if member not in {**sweep.positions, **BUILT_IN_POSITIONS}:
-                yield f"positions.{name}: {_no_position(sweep, member)}"
-    for name in sweep.positions:
-        path = _cycle(sweep, [name])
-        if path:
-            yield f"positions.{name}: the list holds itself ({' -> '.join(path)})"
-    for name, position in sweep.positions.items():
-        means = [m for m in _names_in(sweep, name) if align_of(sweep.position(m)) == "mean"]
-        if means and align_of(position) != "mean":
-            yield (
-                f"positions.{name}: '{means[0]}' is aligned by its mean, which a list can only be "
-                "as a whole. Write {union: [...], align: mean}, or make two writes"
-            )
-
-
-def _names_in(sweep: Sweep, name: str) -> list[str]:
-    """The names in a declared list."""
-    members = members_of(sweep.positions[name]) if name in sweep.positions else None
-    return [member for member in members or [] if isinstance(member, str)]
-
-
-def _cycle(sweep: Sweep, path: list[str]) -> list[str]:
-    """The way from the first of some names back to it, if its list holds itself."""
-    for member in _names_in(sweep, path[-1]):
-        if member == path[0]:
-            return [*path, member]
-        found = [] if member in path else _cycle(sweep, [*path, member])
-        if found:
-            return found
-    return []
-
-
-def _no_position(sweep: Sweep, name: str) -> str:
-    known = ", ".join({**sweep.positions, **BUILT_IN_POSITIONS})
-    return f"position '{name}' is not declared. Positions: {known}"
-
-
-def _bad_measures(sweep: Sweep) -> list[str]:
-    problems = []
-    if not sweep.writes and any(m.kind == "attribution" for m in sweep.measures.values()):
-        problems.append("attribution estimates what writes do; this sweep has none")
-    for name, measure in sweep.measures.items():
-        for answer in [measure.answer, *(measure.answers or [])]:
-            if answer is not None and answer not in sweep.prompts.answers:
-                known = ", ".join(sweep.prompts.answers) or "none"
-                problems.append(f"measures.{name}: answer '{answer}' is not one of: {known}")
-        fits = smooth if measure.kind == "attribution" else recoverable
-        if measure.of and not fits(sweep.measures.get(measure.of, measure)):
-            allowed = [k for k, m in sweep.measures.items() if fits(m)]
-            problems.append(f"measures.{name}.of: '{measure.of}' is not one of {allowed}")
-    return problems
+    return [name for _, name in named_places(sweep)]
 
 
 def goes_on(sweep: Sweep) -> bool:
@@ -367,68 +306,6 @@ def goes_on(sweep: Sweep) -> bool:
 def value_measures(sweep: Sweep) -> list[str]:
     """Measures and what else has columns in values.parquet, in order."""
     return [*sweep.measures, *(GENERATED if sweep.generate else ())]
-
-
-def _latest(how: Generate) -> int:
-    """The last step that is written at, as far as steps are listed."""
-    return max(how.writes_at, default=0) if isinstance(how.writes_at, list) else 0
-
-
-def _bad_generation(sweep: Sweep) -> Iterator[str]:
-    if sweep.generate is None:
-        named = [name for name, measure in sweep.measures.items() if measure.kind in TEXTS]
-        yield from (f"measures.{name} reads the generated text; add generate" for name in named)
-    if goes_on(sweep) and sweep.position(sweep.measure_at) != -1:
-        yield "generate and tokens: sum go on from the last token; leave measure_at out"
-    elif sweep.generate and _latest(sweep.generate) >= sweep.generate.max_new_tokens:
-        yield (
-            f"generate.writes_at: step {_latest(sweep.generate)} never comes; the last one is "
-            f"{sweep.generate.max_new_tokens - 1}"
-        )
-    elif sweep.generate and sweep.generate.writes_at != "prompt":
-        for number, write in enumerate(sweep.writes):
-            if not repeatable(write):
-                yield (
-                    f"writes.{number} cannot be repeated at new tokens, which no other prompt has; "
-                    "set generate.writes_at: prompt, or write a number, a mean or a vector"
-                )
-
-
-RESERVED = {
-    *("point_id", "point_key", "row_id", "row_key", "status", "reason", "writes", "excluded"),
-    "inert_rows",
-    *GENERATED,
-    *("measure", "n", "mean", "std", "ci_low", "ci_high", "a", "b", "distance", "ulps", "class"),
-}
-"""Columns of our tables, which no axis and no measure may be called."""
-
-
-def _bad_axes(sweep: Sweep) -> list[str]:
-    names = [*sweep.axes, *sweep.measures]
-    problems = [
-        f"'{n}' is a column of every table. Call the axis or measure otherwise"
-        for n in names
-        if n in RESERVED
-    ]
-    problems += [
-        f"'{n}' is both an axis and a measure. Rename one"
-        for n in sweep.axes
-        if n in sweep.measures
-    ]
-    zipped = [name for group in sweep.zip for name in group]
-    for name in zipped + [key for rule in sweep.exclude for key in rule]:
-        if name not in sweep.axes:
-            problems.append(f"'{name}' in zip or exclude is no axis. Axes: {list(sweep.axes)}")
-    if len(zipped) != len(set(zipped)):
-        problems.append("zip: an axis stands in two groups")
-    for name, fields in references(sweep).items():
-        axis = sweep.axes.get(name)
-        if axis == "all" and not fields & {"layer", "head", "kv_head", "unit"}:
-            problems.append(f"axes.{name}: 'all' is for layers, heads and units. List the values")
-        if "position" in fields and isinstance(axis, list):
-            known = {**sweep.positions, **BUILT_IN_POSITIONS}
-            problems += [_no_position(sweep, str(x)) for x in axis if x not in known]
-    return problems
 
 
 INDICES = {"layer", "head", "kv_head", "unit", "index"}

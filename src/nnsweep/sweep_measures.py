@@ -103,7 +103,11 @@ class Measure(Strict):
         description="answers of several tokens: refused, or their log-probabilities summed, each "
         "after those before it (log_prob, prob and cross_entropy of one answer)",
     )
-    of: str | None = Field(None, description="the measure that is recovered or estimated")
+    of: str | None = Field(
+        None,
+        description="the measure that is recovered (of a lens, at each layer) or estimated (no "
+        "lens, no tokens: sum)",
+    )
     min_gap: float = Field(0.1, gt=0, description="smallest clean-to-donor gap of `of` that counts")
     k: Annotated[int, Field(strict=True, ge=1, le=100)] | None = Field(
         None, description="top_k: how many tokens"
@@ -134,9 +138,8 @@ class Measure(Strict):
 
 
 def recoverable(measure: Measure) -> bool:
-    """Whether a measure is one number of a run alone, whose recovery can be asked for."""
-    alone = measure.lens is None and measure.tokens == "one"
-    return measure.kind not in (*AGAINST_CLEAN, *TEXTS, "top_k") and alone
+    """Whether a measure is a number of a run alone, whose recovery can be asked for."""
+    return measure.kind not in (*AGAINST_CLEAN, *TEXTS, "top_k")
 
 
 def needs_one_token(measure: Measure) -> bool:
@@ -145,5 +148,20 @@ def needs_one_token(measure: Measure) -> bool:
 
 
 def smooth(measure: Measure) -> bool:
-    """Whether a measure has a gradient."""
-    return recoverable(measure) and measure.kind not in ("match", "rank")
+    """Whether a measure has a gradient at the one token where it is read."""
+    alone = measure.lens is None and measure.tokens == "one"
+    return recoverable(measure) and measure.kind not in ("match", "rank") and alone
+
+
+def unfit(measure: Measure, of: Measure) -> str | None:
+    """Why `measure` cannot be taken of another measure, or None."""
+    if measure.kind == "attribution" and of.lens is not None:
+        return "is read through a lens, which attribution does not estimate; take its recovery"
+    if measure.kind == "attribution" and of.tokens == "sum":
+        return (
+            "is read behind several tokens (tokens: sum), attribution takes one gradient, at "
+            "the prompt's last; estimate the first token's log_prob, or take its recovery"
+        )
+    if measure.kind == "attribution" and not smooth(of):
+        return "has no slope"
+    return None if recoverable(of) else "is no number of one run alone"

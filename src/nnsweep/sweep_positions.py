@@ -67,7 +67,8 @@ class Tokens(Strict):
         if low is None:
             raise ValueError(f"got {value}, expected [a, b], where b may be null (to the end)")
         if high is not None and (low < 0) == (high < 0) and low >= high:
-            raise ValueError(f"{value} holds no token; b is not included")
+            back = f"runs backwards; write [{high}, {low}]" if low > high else "holds no token"
+            raise ValueError(f"{value} {back} (b is not included)")
         return value
 
     @model_validator(mode="after")

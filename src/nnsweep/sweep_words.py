@@ -22,6 +22,15 @@ UNITED = ("mlp_pre", "mlp_post")
 EDGES = ("attn_scores", "pattern")
 """Sites with one number for each query and key token."""
 
+BETWEEN = "<-"
+"""Stands between the names of two positions, and in no name."""
+
+
+def edges_name(position: str, keys: str) -> str:
+    """What the edges from query tokens to key tokens are called among the positions of a row."""
+    return f"{position}{BETWEEN}{keys}"
+
+
 LAYERLESS = ("embed", "ln_final", "logits")
 
 PROMPTS = {"text", "donor"}

@@ -1,9 +1,9 @@
 """Writes in a sweep file: one change of one activation, and the runs they patch from."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nnsweep.documents import Strict
 from nnsweep.sweep_words import (
@@ -24,7 +24,9 @@ from nnsweep.sweep_words import (
 class Mean(Strict):
     """The mean activation over all usable rows, at the same site, layer and position."""
 
-    mean: Literal["text", "donor"] = Field(description="over which prompts")
+    mean: Literal["text", "donor"] = Field(
+        description="over which prompts; of an aligned position, over the tokens that are kept"
+    )
     per_token: bool = Field(
         False, description="one mean for each token of the position, instead of one for all"
     )
@@ -66,7 +68,9 @@ class VectorFile(Strict):
 class Unit(Strict):
     """A unit direction: 1 in one component, 0 in all others."""
 
-    unit: Index = Field(description="component, from 0, or `$axis`")
+    unit: Index = Field(
+        description="component, from 0, or `$axis`; where `units` are written, counted within them"
+    )
 
 
 class Add(Strict):
@@ -82,6 +86,11 @@ class Noise(Strict):
     std: Number = Field(description="standard deviation, or `$axis`")
     seed: Index = Field(0, description="seed, or `$axis`")
 
+    @field_validator("std")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        return not_negative(value)
+
 
 class Mix(Strict):
     """Move the activation part of the way to another: (1 - weight) x old + weight x source."""
@@ -90,6 +99,20 @@ class Mix(Strict):
         description="`donor`, {patch: donor, ...}, {mean: text} or {resample: text}"
     )
     weight: Number = Field(description="0 leaves it, 1 replaces it; or `$axis`")
+
+
+def not_negative(value: Any) -> Any:
+    """Refuse a number below 0 where a length or a standard deviation is asked for."""
+    if isinstance(value, int | float) and value < 0:
+        raise ValueError(f"got {value}, expected 0 or more")
+    return value
+
+
+def crossed(low: Any, high: Any) -> str | None:
+    """What is wrong with two bounds, as far as they are numbers."""
+    if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
+        return f"low {low} is above high {high}; swap them"
+    return None
 
 
 class Clamp(Strict):
@@ -102,6 +125,9 @@ class Clamp(Strict):
     def _bounds(self) -> "Clamp":
         if self.low is None and self.high is None:
             raise ValueError("give low, high or both")
+        problem = crossed(self.low, self.high)
+        if problem:
+            raise ValueError(problem)
         return self
 
 
@@ -123,7 +149,9 @@ class Write(Strict):
     )
     position: str = Field(description="name of a position, or `$axis`; at edges, the query tokens")
     keys: str | None = Field(
-        None, description="attn_scores and pattern: position of the key tokens; null is all"
+        None,
+        description="attn_scores and pattern: position of the key tokens, of which those at or "
+        "before the query token are written; null is all",
     )
     set: Literal["donor"] | Patch | Mean | Resample | Number | None = Field(
         None,
@@ -139,6 +167,11 @@ class Write(Strict):
     knockout: Literal[True] | None = Field(
         None, description="attn_scores: no attention from `position` to `keys`"
     )
+
+    @field_validator("renormalize")
+    @classmethod
+    def _length(cls, value: Any) -> Any:
+        return not_negative(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> "Write":
@@ -156,6 +189,10 @@ def _misplaced(write: Write) -> Iterator[str]:
     site = write.site
     layers = sum(value is not None for value in (write.layer, write.layers))
     heads = sum(value is not None for value in (write.head, write.heads))
+    if layers == 2:
+        yield "layer and layers exclude each other; give one of them"
+    if heads == 2:
+        yield "head and heads exclude each other; give one of them"
     if layers != (site not in LAYERLESS):
         yield f"site {site} takes {'no layer' if site in LAYERLESS else 'layer or layers'}"
     if heads != (site in HEADED):
@@ -208,30 +245,79 @@ def roles(write: Write) -> set[str]:
     return found | (PROMPTS & {write.renormalize})
 
 
-def leaves(write: Write) -> Iterator[tuple[str, Any]]:
-    """(field, value) of everything in a write that an axis may stand for."""
-    yield from _place_leaves(write.site, write)
-    yield from [("position", write.keys), ("unit", write.units)]
+class Leaf(NamedTuple):
+    """A value in a write that an axis may stand for, and where it stands."""
+
+    path: str
+    """Keys below the write, as `add.scale`."""
+    field: str
+    """What it is: layer, head, kv_head, position, unit, index, size (0 or more) or number."""
+    value: Any
+
+
+def leaves(write: Write) -> Iterator[Leaf]:
+    """Everything in a write that an axis may stand for."""
+    yield from _place_leaves("", write.site, write)
+    yield from [Leaf("keys", "position", write.keys), Leaf("units", "unit", write.units)]
+    at = source_key(write)
     for patch in patches(write):
-        yield from _place_leaves(patch.site or write.site, patch)
-    yield from (("number", source) for source in sources(write) if source != "donor")
-    yield ("number", write.renormalize if write.renormalize not in PROMPTS else None)
-    yield from (("index", s.seed) for s in sources(write) if isinstance(s, Resample))
+        yield from _place_leaves(f"{at}.", patch.site or write.site, patch)
+    for source in sources(write):
+        yield Leaf(at, "number", source if source != "donor" else None)
+        if isinstance(source, Resample):
+            yield Leaf(f"{at}.seed", "index", source.seed)
+    yield from _operand_leaves(write)
+
+
+def _operand_leaves(write: Write) -> Iterator[Leaf]:
+    length = write.renormalize if write.renormalize not in PROMPTS else None
+    yield Leaf("renormalize", "size", length)
     if write.add:
-        yield ("number", write.add.scale)
+        yield Leaf("add.scale", "number", write.add.scale)
         if isinstance(write.add.vector, Unit):
-            yield ("index", write.add.vector.unit)
+            yield Leaf("add.vector.unit", "index", write.add.vector.unit)
     if write.noise:
-        yield from [("number", write.noise.std), ("index", write.noise.seed)]
+        yield Leaf("noise.std", "size", write.noise.std)
+        yield Leaf("noise.seed", "index", write.noise.seed)
     if write.mix:
-        yield ("number", write.mix.weight)
+        yield Leaf("mix.weight", "number", write.mix.weight)
     if write.clamp:
-        yield from [("number", write.clamp.low), ("number", write.clamp.high)]
+        yield Leaf("clamp.low", "number", write.clamp.low)
+        yield Leaf("clamp.high", "number", write.clamp.high)
 
 
-def _place_leaves(site: str, place: Any) -> list[tuple[str, Any]]:
-    head = HEADED.get(site, "head")
-    return [("layer", place.layer), (head, place.head), ("position", place.position)]
+def _place_leaves(path: str, site: str, place: Any) -> list[Leaf]:
+    found = [("layer", "layer"), ("head", HEADED.get(site, "head")), ("position", "position")]
+    return [Leaf(f"{path}{key}", field, getattr(place, key)) for key, field in found]
+
+
+def source_key(write: Write) -> str:
+    """The key under which stands what a write sets or mixes in."""
+    return "mix.source" if write.mix else "set"
+
+
+def misread(write: Write) -> Iterator[tuple[str, str]]:
+    """What of its own a write's patch cannot read: (path below the write, sentence)."""
+    at = source_key(write)
+    for patch in patches(write):
+        site = patch.site or write.site
+        layer = (patch.layer, write.layer, write.layers)
+        head = (patch.head, write.head, write.heads)
+        if patch.layer is not None and site in LAYERLESS:
+            yield f"{at}.layer", f"site {site} takes no layer; remove it"
+        if site not in LAYERLESS and not any(value is not None for value in layer):
+            yield f"{at}.layer", f"a patch from site {site} needs a layer; give it one"
+        if patch.head is not None and site not in HEADED:
+            yield f"{at}.head", f"site {site} has no heads; remove it"
+        if site in HEADED and not any(value is not None for value in head):
+            yield f"{at}.head", f"a patch from site {site} needs a head; give it one"
+        if write.units is not None and site not in UNITED:
+            yield f"{at}.site", f"site {site} has no units; patch from {' or '.join(UNITED)}"
+        if (site in EDGES) != (write.site in EDGES):
+            yield f"{at}.site", f"site {write.site} takes no patch from {site}; {_ALIKE}"
+
+
+_ALIKE = f"{' and '.join(EDGES)} are of pairs of tokens, the others of tokens"
 
 
 def repeatable(write: Write) -> bool:

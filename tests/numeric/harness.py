@@ -39,7 +39,7 @@ def sweep_of(**changes: Any) -> Sweep:
     """A sweep over the columns of `records`, with every measure unless told otherwise."""
     plain = {
         "name": "tiny",
-        "model": {"id": "unused"},
+        "model": {"id": "unused", "attention": "eager"},  # what attention's own sites ask for
         "prompts": {"file": "unused", "text": "base", "donor": "source", "answers": ANSWERS},
         "positions": {"subject": SUBJECT, "second": 1},
         "measures": MEASURES,

@@ -5,6 +5,7 @@ positions, points, sources, operations and measures are worked out again from th
 """
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -32,9 +33,14 @@ class Row:
         if prompts.get("donor"):
             self.texts[DONOR] = record[prompts["donor"]]
         self.ids = {side: tokenizer(text)["input_ids"] for side, text in self.texts.items()}
-        self.answers = {
-            name: oracle.answer_id(tokenizer, record[column])
+        self.whole = {
+            name: tokenizer(" " + record[column], add_special_tokens=False)["input_ids"]
             for name, column in prompts["answers"].items()
+        }
+        self.answers = {
+            name: oracle.answer_id(tokenizer, record[prompts["answers"][name]])
+            for name, ids in self.whole.items()
+            if len(ids) == 1
         }
 
     def tokens(self, position: Any, side: str) -> list[int]:
@@ -394,6 +400,10 @@ class Reading:
                 out |= {f"{name}.{key}": v for key, v in self.lens(spec, spec["lens"]).items()}
             elif spec["kind"] == "cosine":
                 out[name] = self.cosine(spec)
+            elif spec["kind"] == "recovery":
+                out |= self.recovery(name, spec)
+            elif spec.get("tokens") == "sum":
+                out[name] = self.whole(spec, BASE, self.writes)
             elif spec["kind"] == "attribution":
                 out[name] = self.attribution(self.meaning.document["measures"][spec["of"]])
             else:
@@ -439,6 +449,53 @@ class Reading:
             )
             for layer in (range(model.layers) if layers == "all" else layers)
         }
+
+    def whole(self, spec: dict[str, Any], side: str, writes: list[Any]) -> float:
+        """A measure of a whole answer: the prompt with the answer behind it, written as before."""
+        ids, answer = self.row.ids[side], self.row.whole[spec["answer"]]
+        edits = self.meaning.edits(self.row, side, writes, self.chained)
+        logits = self.meaning.model.run([*ids, *answer[:-1]], edits)["logits", None].double()
+        total = sum(
+            float(logits[len(ids) - 1 + k].log_softmax(-1)[token]) for k, token in enumerate(answer)
+        )
+        return {"log_prob": total, "cross_entropy": -total, "prob": math.exp(total)}[spec["kind"]]
+
+    def recovery(self, name: str, spec: dict[str, Any]) -> dict[str, float]:
+        """How far from the clean run's number to the donor's; one for each layer of a lens."""
+        of = self.meaning.document["measures"][spec["of"]]
+        ours, start, end = (
+            self.alone(of, *run)
+            for run in (
+                (self.found, BASE, self.writes),
+                (self.clean, BASE, []),
+                (self.meaning.clean(self.row, DONOR), DONOR, []),
+            )
+        )
+        out = {}
+        for layer, value in ours.items():
+            gap = end[layer] - start[layer]
+            small = abs(gap) < spec.get("min_gap", 0.1)
+            column = name if layer is None else f"{name}.{layer}"
+            out[column] = math.nan if small else (value - start[layer]) / gap
+        return out
+
+    def alone(
+        self, spec: dict[str, Any], run: Activations, side: str, writes: list[Any]
+    ) -> dict[int | None, float]:
+        """A measure of one run: layer (None without a lens) -> number."""
+        if spec.get("tokens") == "sum":
+            return {None: self.whole(spec, side, writes)}
+        at = self.row.tokens(self.meaning.document.get("measure_at", "last"), side)[-1]
+        if "lens" not in spec:
+            return {None: self.number(spec, run["logits", None][at], run["logits", None][at])}
+        lens, model = spec["lens"], self.meaning.model
+        token = self.row.tokens(lens["position"], side)[-1] if "position" in lens else at
+        layers = lens.get("layers", "all")
+        streams = {
+            layer: model.unembed(run[lens.get("site", "resid_post"), layer][token])
+            for layer in (range(model.layers) if layers == "all" else layers)
+        }
+        return {layer: self.number(spec, seen, seen) for layer, seen in streams.items()}
 
     def cosine(self, spec: dict[str, Any]) -> float:
         """Cosine of the angle between a vector here and the same of a clean run."""

@@ -326,6 +326,17 @@ def generation_sweeps() -> dict[str, Sweep]:
     }
 
 
+STEPS = {"prompt": "prompt", "all": "all", "first": [0], "later": [2], "both": [0, 2]}
+"""Each kind of `writes_at`."""
+
+
+def watched_generation(writes_at: Any) -> Sweep:
+    """Lens and cosine beside five new tokens: at the measured, and at an earlier token."""
+    how = {"max_new_tokens": 5, "writes_at": writes_at} if writes_at else None
+    axes = {"layer": [0, 2], "position": ["second", "last"]}
+    return watched(axes, STEERED | {"position": "$position"}, generate=how)
+
+
 WHOLE_ANSWERS = {
     "kl": {"kind": "kl"},
     "first": {"kind": "log_prob", "answer": "foil"},
@@ -352,6 +363,35 @@ def answer_sweeps() -> dict[str, Sweep]:
         "steered": answered(LAYER, STEERED, RESID | {"site": "mlp_out", "set": 0.0}),
         "generated": answered(LAYER, STEERED, generate={"max_new_tokens": 3}),
         "without writes": answered({}),
+    }
+
+
+RECOVERED = {
+    "kl": {"kind": "kl"},
+    "lens": LENS,
+    "of_lens": {"kind": "recovery", "of": "lens", "min_gap": 0.5},
+    "at_subject": {"kind": "entropy", "lens": {"layers": [1, 3], "position": "subject"}},
+    "of_subject": {"kind": "recovery", "of": "at_subject", "min_gap": 0.05},
+}
+RECOVERED_SUMS = {
+    "of_whole": {"kind": "recovery", "of": "whole", "min_gap": 0.5},
+    "of_loss": {"kind": "recovery", "of": "loss", "min_gap": 0.5},
+}
+
+
+def recovery_sweeps() -> dict[str, Sweep]:
+    """Recovery of a lens, layer by layer, and of whole answers."""
+    part = RESID | {"position": "$position", "mix": {"source": "donor", "weight": 0.6}}
+    axes = {"layer": [0, 2], "position": PLACES}
+    sums = WHOLE_ANSWERS | RECOVERED_SUMS
+    inside = {"inside": {"kind": "entropy", "lens": {"layers": [2]}}}
+    both = sums | inside | {"of_inside": {"kind": "recovery", "of": "inside", "min_gap": 0.05}}
+    return {
+        "lens": sweep_of(axes=axes, writes=[part], measures=RECOVERED),
+        "whole answers": answered(axes, part, measures=sums),
+        "both while generating": answered(
+            axes, part, measures=both, generate={"max_new_tokens": 2}
+        ),
     }
 
 

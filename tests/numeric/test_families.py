@@ -17,6 +17,10 @@ from harness import (
     whole_logits,
 )
 from sweeps import (
+    FROZEN,
+    RESID,
+    SENDER,
+    STEPS,
     answer_sweeps,
     attention_sweeps,
     estimate_sweeps,
@@ -24,9 +28,12 @@ from sweeps import (
     generation_sweeps,
     layered,
     mean_sweeps,
+    moved,
     place_sweeps,
     position_sweeps,
     projection_sweeps,
+    recovery_sweeps,
+    watched_generation,
     write_sweeps,
     write_vector,
 )
@@ -274,6 +281,31 @@ def test_generation(prepared, family, name):
     assert len(ids) > 1
 
 
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mistral", "opt", "olmo2"])
+def test_lens_and_cosine_beside_generation_are_those_of_the_prompt(prepared, family, name):
+    """Under the writes of the prompt's step, exactly as if nothing were generated behind it."""
+    sweep = watched_generation(STEPS[name])
+    model, local, reference, rows = prepared(family, sweep)
+    expected = run(reference, sweep, model, rows, batch_rows=PAIR)
+    alone = run(reference, watched_generation(None), model, rows, batch_rows=PAIR)
+    insides = [n for n in next(iter(alone.values())) if n != "kl" and not n.endswith("rank")]
+    assert len(insides) == LAYERS + 2 + 2 + 3
+    for recompute in ("exact", "fast"):
+        found = run(local, sweep, model, rows, recompute=recompute)
+        assert largest_difference(expected, found, ["rank"]) < TOLERANCE
+        if name != "later":
+            assert largest_difference(alone, kept(found, alone), ["rank"]) < TOLERANCE
+    clean = {key: {n: v[n] for n in ("kl", "cosine", "neurons")} for key, v in expected.items()}
+    at_prompt = any(v["kl"] > 10 * TOLERANCE or v["cosine"] < 0.99 for v in clean.values())
+    assert at_prompt == (name != "later")
+
+
+def kept(values, like):
+    """The measures that another run has, too."""
+    return {key: {n: values[key][n] for n in found} for key, found in like.items()}
+
+
 @pytest.mark.parametrize("name", answer_sweeps())
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "opt", "falcon", "phi"])
 def test_answers_of_several_tokens(prepared, family, name):
@@ -285,6 +317,46 @@ def test_answers_of_several_tokens(prepared, family, name):
     for recompute in ("exact", "fast"):
         found = run(local, sweep, model, rows, recompute=recompute)
         assert largest_difference(expected, found) < TOLERANCE
+
+
+def test_a_patch_from_a_run_that_is_not_moved_at_all(prepared):
+    """A chain of a point that cannot differ is not run, also where it reads clean activations."""
+    path = {"prompt": "text", "writes": [FROZEN | {"position": "all"}, SENDER]}
+    write = RESID | {"layer": 2, "mix": {"source": {"patch": "path"}, "weight": "$weight"}}
+    for weights in ([0.0], [0.0, 0.5]):
+        sweep = moved({"weight": weights}, write, runs={"path": path})
+        model, local, reference, rows = prepared("llama", sweep)
+        expected = run(reference, sweep, model, rows)
+        assert largest_difference(expected, run(local, sweep, model, rows)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", recovery_sweeps())
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "bloom", "opt", "olmo2"])
+def test_recovery_of_a_lens_and_of_whole_answers(prepared, family, name):
+    sweep = recovery_sweeps()[name]
+    model, local, reference, rows = prepared(family, sweep)
+    if name != "lens" and family == "gemma2":
+        with pytest.raises(UserError, match="sliding window of 6 tokens"):
+            plan_of(sweep, model, rows)
+        return
+    expected = run(reference, sweep, model, rows, batch_rows=PAIR)
+    for recompute in ("exact", "fast"):
+        found = run(local, sweep, model, rows, recompute=recompute)
+        assert largest_difference(expected, found) < 10 * TOLERANCE
+    numbers = [v for found in expected.values() for n, v in found.items() if n.startswith("of_")]
+    assert any(0.05 < abs(number) < 0.95 for number in numbers)
+
+
+def test_a_donor_of_a_recovered_answer_does_not_fit_a_sliding_window(prepared, tokenizer, tmp_path):
+    """The prompt and its answer do; only what reads the donor's answer asks for the donor's."""
+    longer = RECORDS[0] | {"source": "I think the capital of France is"}
+    sweep = recovery_sweeps()["whole answers"]
+    model, *_ = prepared("mistral")
+    rows = rows_of(sweep, tokenizer, tmp_path, [longer])
+    with pytest.raises(UserError, match="within the sliding window of 6 tokens, they have 8"):
+        plan_of(sweep, model, rows)
+    measures = {name: m for name, m in sweep.measures.items() if not name.startswith("of_")}
+    plan_of(sweep.model_copy(update={"measures": measures}), model, rows)
 
 
 def test_a_whole_answer_does_not_fit_a_sliding_window(prepared):

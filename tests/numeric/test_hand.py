@@ -4,6 +4,7 @@ Expected values come from `hand` (the model) and `meaning` (the sweep language),
 with the package. Every case runs through both ways of recomputation.
 """
 
+import math
 import random
 import statistics
 
@@ -29,7 +30,7 @@ RECOMPUTE = ("fast", "exact")
 EQUAL = [row for row in RECORDS if len(row["base"].split()) == len(row["source"].split())]
 PLAIN = {
     "name": "byhand",
-    "model": {"id": "unused"},
+    "model": {"id": "unused", "attention": "eager"},
     "prompts": {
         **{"file": "unused", "text": "base", "donor": "source"},
         "answers": {"target": "source_answer", "foil": "base_answer"},
@@ -122,6 +123,8 @@ def near(found, name, value):
         return same_top(found, name, value)
     if isinstance(value, tuple):
         return value[0] <= found[name] <= value[1]
+    if math.isnan(value):
+        return math.isnan(found[name])
     return abs(found[name] - value) <= TOLERANCE * max(1.0, abs(value) / 10)
 
 
@@ -473,6 +476,46 @@ def test_attention_edges_together(by_hand):
     ]
     document, _ = case(*writes, positions=TOKENS)
     assert moves(by_hand.check(document, EQUAL, "eager"))
+
+
+# --- recovery ---------------------------------------------------------------------------------
+
+RECOVERED = {
+    "lens": DIFF | {"lens": {}},
+    "of_lens": {"kind": "recovery", "of": "lens", "min_gap": 0.5},
+    "of_entering": {"kind": "recovery", "of": "entering", "min_gap": 0.001},
+    "entering": {
+        **{"kind": "prob", "answer": "foil"},
+        "lens": {"site": "resid_pre", "layers": [1, 3], "position": "subject"},
+    },
+    "of_diff": {"kind": "recovery", "of": "diff", "min_gap": 0.5},
+    "diff": DIFF,
+}
+SUMS = {
+    "whole": {"kind": "log_prob", "answer": "target", "tokens": "sum"},
+    "of_whole": {"kind": "recovery", "of": "whole", "min_gap": 0.3},
+    "loss": {"kind": "cross_entropy", "answer": "foil", "tokens": "sum"},
+    "of_loss": {"kind": "recovery", "of": "loss", "min_gap": 0.3},
+}
+LONG = {"target": "source_word", "foil": "word"}
+
+
+@pytest.mark.parametrize(
+    "measures", [RECOVERED, SUMS, SUMS | RECOVERED], ids=["lens", "sum", "two"]
+)
+def test_recovery_of_a_lens_and_of_whole_answers(by_hand, measures):
+    """Each layer between its own two runs; whole answers behind the prompt and the donor."""
+    write = at("resid_post", "$layer", "end", mix={"source": "donor", "weight": 0.6})
+    more = {"measures": measures}
+    if "whole" in measures and "lens" not in measures:
+        more["prompts"] = PLAIN["prompts"] | {"answers": LONG}
+    document, records = case(write, axes={"layer": [0, 2]}, **more)
+    expected = by_hand.check(document, records)
+    numbers = [v for values in expected.values() for n, v in values.items() if n.startswith("of_")]
+    assert any(math.isnan(number) for number in numbers) or "lens" not in measures
+    assert any(0.05 < abs(number) < 0.95 for number in numbers)
+    if "prompts" in more:
+        assert any(len(row.whole["target"]) > 1 for row in by_hand.meaning(document, records).rows)
 
 
 # --- tracing ----------------------------------------------------------------------------------
@@ -898,15 +941,32 @@ def test_a_key_behind_its_query_has_nothing_to_lose(go, tiny_model, family):
     assert max(values["kl"] for values in found.values()) > 1e-4
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("kind", ["local", "reference"])
 @pytest.mark.parametrize("site", ["attn_scores", "pattern"])
-def test_edges_that_no_query_sees_change_nothing(go, tiny_model, site, recompute):
+def test_edges_that_no_query_sees_are_no_values(
+    opened, tiny_model, tokenizer, tmp_path, site, kind
+):
+    """Rows whose keys all lie behind the query are left out; the others are as they are alone."""
     model = tiny_model("llama", attention="eager")
     write = {"knockout": True} if site == "attn_scores" else {"set": 0.5}
     document, _ = case(
-        edge(site, "second", keys="last", **write), axes=EDGE, positions=TOKENS, measures=FEW
+        edge(site, "subject", keys="third", **write),
+        axes=EDGE,
+        positions=TOKENS | {"third": 2},
+        measures=FEW,
+        on_bad_row="exclude",
     )
-    assert changed(go, model, document, recompute) < 1e-5
+    sweep, found = Sweep.model_validate(document), {}
+    for number, records in enumerate((RECORDS, [RECORDS[0]])):
+        (folder := tmp_path / str(number)).mkdir()
+        rows = rows_of(sweep, tokenizer, folder, records)
+        found[number] = run(opened(kind, model), sweep, model, rows)
+    seen = {row for _, row in found[0]}
+    behind = {r["row_id"] for r in RECORDS if r["base"].startswith("In ")}
+    assert behind
+    assert seen == {r["row_id"] for r in RECORDS} - behind
+    same({key: found[0][key] for key in found[1]}, found[1])
+    assert max(values["kl"] for values in found[0].values()) > 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)

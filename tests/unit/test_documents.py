@@ -100,8 +100,8 @@ def test_a_key_is_never_suggested_for_itself():
         ("writes.0.set", float("nan"), "nan"),
         ("writes.0.set", float("inf"), "inf"),
         ("positions.subject", "text", "'text'"),
-        ("measures", {}, "at least 1"),
-        ("measures.logit_diff.answers", ["target"], "at least 2"),
+        ("measures", {}, "1 or more"),
+        ("measures.logit_diff.answers", ["target"], "2 or more"),
         ("on_bad_row", "drop", "'drop'"),
     ],
 )
@@ -171,7 +171,7 @@ def outcome(model, value, where):
 @given(st.sampled_from(sorted(document())), plain_values)
 def test_any_value_is_accepted_or_refused_in_one_line(key, value):
     message = outcome(Sweep, document() | {key: value}, "file.yaml")
-    assert message is None or message.startswith("file.yaml: ")
+    assert message is None or (message.startswith("file.yaml: ") and message[11:].strip())
     assert "\n" not in (message or "")
 
 
@@ -180,6 +180,24 @@ def test_any_setting_is_accepted_or_refused_in_one_line(key, value):
     message = outcome(Config, {key: value}, "config")
     assert message is None or message.startswith(f"config: {key}")
     assert "\n" not in (message or "")
+
+
+SOURCES = st.dictionaries(
+    st.sampled_from(["patch", "mean", "resample", "seed", "per_token", "site", "head", "sead"]),
+    st.sampled_from(["text", "donor", 1, True, None, [], {}]),
+    max_size=4,
+)
+
+
+@given(SOURCES, st.sampled_from(["set", "mix"]))
+def test_a_source_is_accepted_or_refused_in_plain_words(source, key):
+    """Whatever keys of several kinds of sources stand together, something is said, and in words."""
+    write = WRITE | ({"set": source} if key == "set" else {"mix": {"source": source, "weight": 1}})
+    message = outcome(Sweep, document(axes={}, writes=[write]), "file.yaml")
+    if message is not None:
+        assert message.startswith("file.yaml: writes.0.")
+        for word in ("should", "valid ", "Input", "dictionary", "validation"):
+            assert word not in message
 
 
 # --- YAML -------------------------------------------------------------------------------------

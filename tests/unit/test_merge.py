@@ -174,6 +174,29 @@ def test_excluded_rows_stay_with_their_reason(chain):
     assert [row["row_id"] for row in rows[:4]] == ["row-0", "row-7", "row-2", "row-8"]
 
 
+def test_edges_that_a_row_does_not_have_are_a_reason_at_their_points_alone(chain):
+    """The sixth token stands before one row's subject and behind the other's."""
+    cut = {"site": "attn_scores", "layer": "$layer", "heads": "all", "position": "$position"}
+    near = RECORDS[4] | {
+        "row_id": "near",
+        "base": "Delhi is now a very large town",
+        "word": "Delhi",
+    }
+    sweep = chain.sweep(
+        [RECORDS[2], near],
+        model={"id": "any", "attention": "eager"},
+        axes={"layer": [0, 1], "position": ["sixth", "last"]},
+        positions={"subject": {"text": "word", "donor_text": "source_word"}, "sixth": 5},
+        writes=[cut | {"keys": "subject", "knockout": True}],
+    )
+    rows = read(chain.values(sweep), sweep)
+    found = {(row["position"], row["row_id"]): row for row in rows if row["layer"] == 0}
+    assert found["sixth", "row-2"]["status"] == "excluded"
+    assert "come after the query tokens [5]" in found["sixth", "row-2"]["reason"]
+    others = [row for place, row in found.items() if place != ("sixth", "row-2")]
+    assert [row["status"] for row in others] == ["ok", "ok", "ok"]
+
+
 def test_bytes_depend_on_values_alone(chain):
     sweep = chain.sweep([*RECORDS, *BAD])
     cuts = [(2, 1), (2, 7), (64, 1000), (1, 3)]

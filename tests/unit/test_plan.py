@@ -284,18 +284,6 @@ def test_a_point_that_cannot_differ_is_known(tmp_path, write, inert):
     assert not any(item["inert"] for item in passes_of(plan_of(sweep, rows, recompute="exact")))
 
 
-def test_a_clamp_with_its_bounds_swapped_is_refused(tmp_path):
-    sweep = sweep_of(**LAST, writes=[STREAM | {"clamp": {"low": 1, "high": 0}}])
-    with pytest.raises(UserError, match="low is above high"):
-        plan_of(sweep, rows_of(sweep, tmp_path))
-
-
-def test_a_negative_spread_is_refused(tmp_path):
-    noise = {"site": "embed", "position": "last", "noise": {"std": -1.0}}
-    with pytest.raises(UserError, match=r"is negative\. Give 0 or more"):
-        plan_of(sweep := sweep_of(**LAST, writes=[noise]), rows_of(sweep, tmp_path))
-
-
 def test_one_write_that_can_move_something_is_enough(tmp_path):
     still = {"site": "resid_post", "layer": 3, "position": "second", "set": 0.0}
     sweep = sweep_of(**LAST, writes=[still, still | {"layer": 2}])

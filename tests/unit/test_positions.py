@@ -370,7 +370,7 @@ MEAN = {"text": "word", "align": "mean"}
     [
         ({"a": {}}, "a: give exactly one of last, span, text, segment, union (given: none)"),
         ({"a": {"text": "word", "last": 2}}, "given: ['last', 'text']"),
-        ({"a": {"last": 0}}, "a.last: got 0, expected greater than or equal to 1"),
+        ({"a": {"last": 0}}, "a.last: got 0, expected 1 or more"),
         ({"a": {"last": True}}, "a.last: got True"),
         ({"a": {"last": 2, "occurrence": 1}}, "a: last takes no 'occurrence'"),
         ({"a": {"span": [0, 2], "token": "first"}}, "a: span takes no 'token'"),
@@ -379,7 +379,7 @@ MEAN = {"text": "word", "align": "mean"}
         ({"a": {"span": [None, 3]}}, "a.span: got [None, 3], expected [a, b]"),
         ({"a": {"span": [1, 2, 3]}}, "a.span: got [1, 2, 3], expected [a, b]"),
         ({"a": {"span": [3, 3]}}, "a.span: [3, 3] holds no token"),
-        ({"a": {"span": [-1, -2]}}, "a.span: [-1, -2] holds no token"),
+        ({"a": {"span": [-1, -2]}}, "a.span: [-1, -2] runs backwards; write [-2, -1]"),
         ({"a": {"txt": "word"}}, "a.txt: unknown key (value 'word'), did you mean 'text'?"),
         ({"a": {"text": "word", "align": "mid"}}, "a.align: got 'mid', expected 'first', 'last'"),
         ({"a": []}, "a: got []"),

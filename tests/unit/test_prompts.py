@@ -11,6 +11,8 @@ from examples import (
     SUBJECT,
     WordTokenizer,
     document,
+    plan_of,
+    record,
     rows_of,
     sweep_of,
     write_csv,
@@ -595,3 +597,79 @@ def test_a_table_holds_everything_of_the_rows(prepare):
         CAPITAL, OTHER | {"source_answer": "Ankara"}, OTHER | {"row_id": "x", "word": "z"}
     )
     assert from_table(to_table(rows)) == rows
+
+
+# --- edges ------------------------------------------------------------------------------------
+
+CUT = {"site": "attn_scores", "layer": 0, "heads": "all", "knockout": True}
+EAGER = {"model": {"id": "any", "attention": "eager"}, "axes": {}}
+
+
+def cutting(position, keys, **changes):
+    write = CUT | {"position": position, "keys": keys}
+    return sweep_of(**EAGER | {"writes": [write]} | changes)
+
+
+def test_edges_that_no_query_sees_exclude_a_row_with_a_reason(tmp_path):
+    """The subject is token 3 of the short prompts and token 7 of the long ones."""
+    positions = {"subject": SUBJECT, "sixth": 5}
+    records = [RECORDS[2], RECORDS[4] | {"base": "Delhi is a large and old town", "word": "Delhi"}]
+    sweep = cutting("sixth", "subject", positions=positions, on_bad_row="exclude")
+    far, near = rows_of(sweep, tmp_path, records)
+    reason = far.positions["sixth<-subject"].reason
+    assert "the key tokens [7] come after the query tokens [5]" in reason
+    assert near.positions["sixth<-subject"].reason is None
+    assert [point.rows for point in plan_of(sweep, [far, near]).points] == [(1,)]
+    with pytest.raises(UserError, match=r"1 of 2 rows cannot be used.*key tokens \[7\]"):
+        rows_of(cutting("sixth", "subject", positions=positions), tmp_path, records)
+
+
+@pytest.mark.parametrize("policy", ["refuse", "exclude"])
+def test_edges_that_no_row_has_are_refused_at_once(tmp_path, policy):
+    sweep = cutting("second", "last", on_bad_row=policy)
+    with pytest.raises(UserError, match="no row can be used with edges second<-last"):
+        rows_of(sweep, tmp_path)
+
+
+def test_of_several_keys_those_that_are_seen_are_enough(tmp_path):
+    positions = {"second": 1, "ends": [0, -1]}
+    rows = rows_of(cutting("second", "ends", positions=positions), tmp_path)
+    assert all(row.positions["second<-ends"].reason is None for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("more", "works"),
+    [
+        ({}, False),
+        ({"exclude": [{"query": "second", "key": "last"}]}, True),
+        ({"zip": [["query", "key"]]}, True),
+    ],
+)
+def test_only_edges_that_some_point_has_are_looked_at(tmp_path, more, works):
+    axes = {"query": ["second", "last"], "key": ["second", "last"]}
+    sweep = cutting("$query", "$key", axes=axes, **more)
+    if works:
+        assert all(
+            not any(p.reason for p in r.positions.values()) for r in rows_of(sweep, tmp_path)
+        )
+    else:
+        with pytest.raises(UserError, match="second<-last"):
+            rows_of(sweep, tmp_path)
+
+
+def test_edges_of_the_donor_are_looked_at_in_the_donor(tmp_path):
+    """The subject stands before the third token of the prompt, and behind it in the donor."""
+    records = [record(0, "Oslo is a town which is", "We all know that {} is", "Oslo", "Rome")]
+    positions = {"subject": SUBJECT, "third": {"span": [2, 3], "align": "first"}}
+    cut = CUT | {"position": "third", "keys": "subject"}
+    runs = {"cut": {"prompt": "donor", "writes": [cut]}}
+    patch = {"site": "resid_post", "layer": 2, "position": "last", "set": {"patch": "cut"}}
+    for writes, chains in (([cut], {}), ([patch], runs)):
+        sweep = sweep_of(
+            **EAGER, positions=positions, writes=writes, runs=chains, on_bad_row="exclude"
+        )
+        if chains:
+            with pytest.raises(UserError, match=r"in the donor: the key tokens \[4\]"):
+                rows_of(sweep, tmp_path, records)
+        else:
+            assert rows_of(sweep, tmp_path, records)[0].positions["third<-subject"].reason is None

@@ -200,7 +200,10 @@ def test_a_bad_axis_is_refused_by_name(name, values, pattern):
 
 @pytest.mark.parametrize(
     ("field", "value", "pattern"),
-    [("layer", LAYERS, "layer 12 is outside 0..11"), ("head", HEADS, "head 6 is outside 0..5")],
+    [
+        ("layer", LAYERS, r"writes\.0\.layer: 12 is outside 0..11"),
+        ("head", HEADS, r"writes\.0\.head: 6 is outside 0..5"),
+    ],
 )
 def test_an_index_that_is_no_axis_is_checked_too(field, value, pattern):
     write = {"site": "z", "layer": 0, "head": 0, "position": "last", "set": 0.0} | {field: value}
@@ -220,19 +223,19 @@ def test_every_site_has_its_own_heads(site, heads):
     sweep = sweep_of(axes={"head": "all"}, writes=[write])
     assert axis_values(sweep, LIMITS) == {"head": list(range(heads))}
     for bad in (heads, -1):
-        what = "key-value head" if heads == 2 else "head"
-        message = f"{what} {heads} is outside 0..{heads - 1}" if bad > 0 else "head"
+        message = f"head {heads} is outside 0..{heads - 1}" if bad > 0 else "head"
         refused(lambda bad=bad: cells_of(sweep_of(axes={"head": [bad]}, writes=[write])), message)
         alone = write | {"head": bad}
+        message = message.replace("head ", "key-value head " if heads == 2 else "head: ")
         refused(lambda alone=alone: cells_of(sweep_of(axes={}, writes=[alone])), message)
 
 
 def test_an_unused_axis_is_refused():
-    refused(lambda: setting(0.0, axes={"layer": [0, 1]}), "axis 'layer' is used by no write")
+    refused(lambda: setting(0.0, axes={"layer": [0, 1]}), "axes.layer: used by no write")
 
 
 def test_a_reference_to_no_axis_is_refused():
-    refused(lambda: setting("$alpha", axes={}), r"\$alpha, which is no axis")
+    refused(lambda: setting("$alpha", axes={}), r"writes\.0\.set: \$alpha is no axis")
 
 
 def test_an_undeclared_position_is_refused():
@@ -384,9 +387,9 @@ def test_an_inconsistent_write_is_refused(write, pattern):
         ({"kind": "logit_diff", "answers": ["target", "foil", "third"]}, "needs two answers"),
         ({"kind": "entropy", "answer": "target"}, "kind entropy takes no 'answer'"),
         ({"kind": "match", "answer": "verb"}, "answer 'verb' is not one of: target, foil"),
-        ({"kind": "recovery", "of": "verb"}, "'verb' is not one of"),
-        ({"kind": "recovery", "of": "m"}, "'m' is not one of"),
-        ({"kind": "recovery", "of": "other"}, "'other' is not one of"),
+        ({"kind": "recovery", "of": "verb"}, "'verb' is no measure. Possible: good"),
+        ({"kind": "recovery", "of": "m"}, "'m' is no number of one run alone"),
+        ({"kind": "recovery", "of": "other"}, "'other' is no number of one run alone"),
         ({"kind": "recovery", "of": "good", "min_gap": 0}, "greater than 0"),
     ],
 )
@@ -398,7 +401,7 @@ def test_an_inconsistent_measure_is_refused(measure, pattern):
 
 def test_reading_the_donor_needs_a_donor():
     prompts = {key: value for key, value in document()["prompts"].items() if key != "donor"}
-    refused(lambda: sweep_of(prompts=prompts), "prompts.donor is not given")
+    refused(lambda: sweep_of(prompts=prompts), "prompts.donor: a write or measure reads the donor")
     assert not uses_donor(setting(0.0, prompts=prompts))
     assert not uses_donor(setting({"mean": "text"}))
     assert uses_donor(setting({"mean": "donor"}))
@@ -436,7 +439,7 @@ def test_the_writes_and_measures_of_the_manual_are_allowed(repository):
         change["measures"] = measures | {"logit_diff": document()["measures"]["logit_diff"]}
         if "generate" not in block and "writes" not in block:
             change |= {"writes": [HEAD | {"layer": 1, "head": 1, "position": "last", "set": 0.0}]}
-        document_of = document(**change)
+        document_of = document(**change | {"model": {"id": "any", "attention": "eager"}})
         if not used and "writes" not in block:
             document_of["writes"] = [{"site": "embed", "position": "last", "set": 0.0}]
         assert parse(Sweep, document_of, "config/README.md")
@@ -454,8 +457,9 @@ def test_the_table_of_writes_of_the_manual_is_allowed(repository):
         place = {"site": "resid_post", "layer": 1, "position": "last"}
         if "knockout" in operation:
             place |= {"site": "attn_scores", "head": 1, "keys": "subject"}
-        axes = {name: [1] for name in used}
-        assert parse(Sweep, document(axes=axes, writes=[place | operation]), "config/README.md")
+        change = {"axes": {name: [1] for name in used}, "writes": [place | operation]}
+        change["model"] = {"id": "any", "attention": "eager"}
+        assert parse(Sweep, document(**change), "config/README.md")
 
 
 # --- lists and steps --------------------------------------------------------------------------

@@ -83,8 +83,10 @@ class ReferenceEngine:
             if one["kind"] == "attribution"
             else self._generated(chunk, block, one, edits)
             if one["kind"] == "generate"
-            else self._summed(block, one, at_prompt)
+            else self._summed(block, one, "base", at_prompt)
             if one.get("tokens") == "sum"
+            else self._recovered_sum(chunk, block, one, at_prompt)
+            if one["kind"] == "recovery" and _of(chunk, one).get("tokens") == "sum"
             else self._column(chunk, one, changed, clean, donor, answers)
             for one in chunk["measures"]
         ]
@@ -236,13 +238,11 @@ class ReferenceEngine:
             lengths = ours.square().sum(-1).sqrt() * other.square().sum(-1).sqrt()
             return ((ours * other).sum(-1) / lengths)[:, None]
         if spec["kind"] == "recovery":
-            of = next(other for other in chunk["measures"] if other["name"] == spec["of"])
+            of = _of(chunk, spec)
             ours, start, end = (
                 self._column(chunk, of, one, clean, donor, answers) for one in (run, clean, donor)
             )
-            ratio = (ours - start) / (end - start)
-            ratio[(end - start).abs() < spec["min_gap"]] = torch.nan
-            return ratio
+            return _ratio(ours, start, end, spec)
         if "lens" in spec:
             shape = chunk["model"]["shape"]
             logits = self._lens(shape, run.reads[spec["lens"]])
@@ -275,11 +275,19 @@ class ReferenceEngine:
                 ids[row].append(token)
         return found.flatten(1)
 
-    def _summed(self, block: Plain, spec: Plain, hooks: list[Hook]) -> Tensor:
+    def _recovered_sum(self, chunk: Plain, block: Plain, spec: Plain, hooks: list[Hook]) -> Tensor:
+        """Recovery of a measure of whole answers: (rows, 1)."""
+        of = _of(chunk, spec)
+        start = self._summed(block, of, "base", [])
+        end = self._summed(block, of, "donor", [])
+        return _ratio(self._summed(block, of, "base", hooks), start, end, spec)
+
+    def _summed(self, block: Plain, spec: Plain, side: str, hooks: list[Hook]) -> Tensor:
         """A measure of whole answers: (rows, 1); one full pass over prompt and answer."""
-        answers, width = block["answer_ids"][spec["answer"]], len(block["ids"][0])
+        prompts = block["donor_ids" if side == "donor" else "ids"]
+        answers, width = block["answer_ids"][spec["answer"]], len(prompts[0])
         longest = max(map(len, answers))
-        pairs = zip(block["ids"], answers, strict=True)
+        pairs = zip(prompts, answers, strict=True)
         ids = [[*row, *(answer + [0] * longest)[: longest - 1]] for row, answer in pairs]
         logs = self._forward(ids, hooks)[0].float().log_softmax(-1)
         found = [
@@ -301,7 +309,7 @@ class ReferenceEngine:
         self, chunk: Plain, block: Plain, spec: Plain, hooks: list[Hook], answers: Any
     ) -> Tensor:
         """Gradient times change, summed over the places of one point: (rows, 1)."""
-        of = next(other for other in chunk["measures"] if other["name"] == spec["of"])
+        of = _of(chunk, spec)
         places = {(tap["path"], tap["side"]): {**tap, "carry": None} for tap, _ in hooks}
         seen: dict[int, Tensor] = {}
 
@@ -340,6 +348,19 @@ class ReferenceEngine:
         logits: Tensor = self.module.get_output_embeddings()(hidden)[:, 0].float()
         cap = shape["lens"]["softcap"]
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _of(chunk: Plain, spec: Plain) -> Plain:
+    """The measure that another one is taken of."""
+    found: Plain = next(other for other in chunk["measures"] if other["name"] == spec["of"])
+    return found
+
+
+def _ratio(ours: Tensor, start: Tensor, end: Tensor, spec: Plain) -> Tensor:
+    """How much of the way from the clean run to the donor's was gone."""
+    ratio = (ours - start) / (end - start)
+    ratio[(end - start).abs() < spec["min_gap"]] = torch.nan
+    return ratio
 
 
 def _keeper(seen: list[tuple[int, Tensor]], number: int) -> Edit:
