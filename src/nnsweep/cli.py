@@ -86,7 +86,8 @@ def _size(axis: Any) -> str:
 def explain(
     file: SweepFile,
     rows: Annotated[int, typer.Option(help="Prompt rows to show with their tokens.")] = 2,
-    batch_rows: Annotated[int, typer.Option(help="As batch_rows in config.yaml.")] = 256,
+    batch_rows: Annotated[str, typer.Option(help="As batch_rows in config.yaml.")] = "256",
+    memory_gb: Annotated[float | None, typer.Option(help="What batch_rows auto may fill.")] = None,
     chunk_passes: Annotated[int, typer.Option(help="As chunk_passes in config.yaml.")] = 64,
     recompute: Annotated[str, typer.Option(help="fast or exact.")] = "fast",
     engine: Annotated[str, typer.Option(help="ndif adds requests and bytes.")] = "local",
@@ -94,18 +95,18 @@ def explain(
     """Show what a sweep will run and cost, and every position and answer as tokens (no weights)."""
     from nnsweep import jobs
     from nnsweep.config import read_config
-    from nnsweep.expansion import settings_of
     from nnsweep.explain import explain as describe
     from nnsweep.log import quiet_libraries
     from nnsweep.models import load_tokenizer, prepare
 
-    given = {"batch_rows": batch_rows, "chunk_passes": chunk_passes, "recompute": recompute}
-    settings = settings_of(read_config(given | {"engine": engine}))
+    number = int(batch_rows) if batch_rows.isdecimal() else batch_rows
+    given = {"batch_rows": number, "chunk_passes": chunk_passes, "recompute": recompute}
+    config = read_config(given | {"engine": engine, "memory_gb": memory_gb})
     sweep = jobs.read_sweep(file)
     quiet_libraries()
     model = prepare(sweep.model.model_dump(), weights=False)
     with _about(file):
-        shown = describe(sweep, model, load_tokenizer(model), settings, rows, engine)
+        shown = describe(sweep, model, load_tokenizer(model), config, rows)
     typer.echo(shown)
 
 

@@ -98,9 +98,15 @@ class Config(Strict):
     threads: Count = Field(
         2, description="CPU threads of one chunk job; part of the last bits, so it never follows -c"
     )
-    batch_rows: Count = Field(
+    batch_rows: Literal["auto"] | Count = Field(
         256,
-        description="most prompt rows in one model call; what does not fit into memory is halved",
+        description="most prompt rows in one model call; `auto` takes as many as the estimate says "
+        "will fit into `memory_gb`; what does not fit all the same is halved",
+    )
+    memory_gb: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="memory of one chunk job that `batch_rows: auto` may fill; left out: 80 % of "
+        "the GPU, or 60 % of this machine's memory divided by the jobs that its cores can run",
     )
     recompute: Literal["fast", "exact"] = Field(
         "fast",

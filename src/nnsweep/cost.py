@@ -3,11 +3,13 @@
 No torch: the workflow asks while it plans, and a login node has no use for it.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from nnsweep.chunks import backward_runs, forward_passes, naive_passes
 from nnsweep.config import Ndif
+from nnsweep.errors import UserError
 
 Plain = dict[str, Any]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -15,6 +17,7 @@ RESIDENT = 8e8
 """Bytes that a chunk job holds besides the model: Python, torch, nnsight and pyarrow (measured)."""
 BACKWARD = 20
 """Numbers a layer keeps of a token for a backward pass, in widths of the stream (an estimate)."""
+MOST_ROWS = 4096
 WAITING_MB, START_MINUTES = 2000, 10
 """What a job that only waits for a server needs, and what any job may need before it computes."""
 LOAD_RATE, READ_RATE, CPU_RATE, CUDA_RATE = 1e8, 5e9, 5e9, 1e12
@@ -161,6 +164,32 @@ def memory_of(model: Plain, chunks: Iterable[Plain]) -> float:
             live += stacked * item["start"] * shape["layers"] * keys + 4 * rows * shape["vocab"]
             most = max(most, rows * width * shape["layers"] * layer + live)
     return weights_of(model) + BYTES[model["dtype"]] * most + RESIDENT
+
+
+def rows_that_fit(model: Plain, width: int, backward: bool, memory: float) -> int:
+    """The largest power of two, up to 4096, of prompt rows that a pass can hold.
+
+    Args:
+        model: The prepared model.
+        width: Tokens of the longest prompt.
+        backward: Whether a block also runs backwards.
+        memory: Bytes of one job.
+
+    Raises:
+        UserError: the model with a single row does not fit.
+    """
+    shape = model["shape"]
+    keys = 2 * shape["kv_heads"] * shape["head_dim"]
+    layer = shape["hidden"] * (1 + BACKWARD * backward) + 2 * keys
+    row = width * (shape["layers"] * layer + 8 * shape["hidden"]) + 5 * shape["vocab"]
+    fixed = weights_of(model) + RESIDENT
+    count = (memory - fixed) / (BYTES[model["dtype"]] * row)
+    if count < 1:
+        raise UserError(
+            f"config: batch_rows: auto: {model['id']} needs more than {fixed / 1e9:.1f} GB, a job "
+            f"has {memory / 1e9:.1f} GB. Give memory_gb, or run it where there is more."
+        )
+    return int(min(MOST_ROWS, 2 ** math.floor(math.log2(count))))
 
 
 def chunk_mb(chunk: Plain) -> int:

@@ -12,9 +12,12 @@ import pyarrow as pa
 from nnsweep import prompts as prompt_rows
 from nnsweep.chunks import forward_passes, in_session, keys_of, naive_passes, pass_ids
 from nnsweep.config import Config
+from nnsweep.cost import rows_that_fit
 from nnsweep.errors import UserError
+from nnsweep.memory import available
 from nnsweep.plan import make_plan
 from nnsweep.planned import Kept, Plan, Settings, identity
+from nnsweep.prompts import PromptRow
 from nnsweep.store import Store
 from nnsweep.sweep import Sweep, axis_kinds
 from nnsweep.tables import (
@@ -25,22 +28,47 @@ from nnsweep.tables import (
     write_json,
     write_table,
 )
+from nnsweep.vectors import load_vector
 
 logger = logging.getLogger(__name__)
 Plain = dict[str, Any]
 
 
-def settings_of(config: Config) -> Settings:
-    """The plan's settings in the workflow's configuration."""
-    wanted = config.parity.points
-    sampled = wanted if isinstance(wanted, int) else 0
+CUTTING = ("batch_rows", "memory_gb", "chunk_passes", "recompute")
+
+
+def cutting(config: Config) -> Plain:
+    """What of the configuration decides how a plan is cut, as Snakemake compares it."""
+    points = {"parity": config.parity.points, "calibration": config.mixed.calibration_points}
+    return {name: getattr(config, name) for name in CUTTING} | points
+
+
+def settings_of(config: Config, sweep: Sweep, model: Plain, rows: Sequence[PromptRow]) -> Settings:
+    """The plan's settings; `batch_rows: auto` becomes a number.
+
+    Raises:
+        UserError: the model alone does not fit, or the memory is that of a server.
+    """
+    wanted, number = config.parity.points, config.batch_rows
     return Settings(
-        config.batch_rows,
+        _batch_rows(config, sweep, model, rows) if number == "auto" else number,
         config.chunk_passes,
         config.recompute,
-        sampled,
+        wanted if isinstance(wanted, int) else 0,
         config.mixed.calibration_points,
     )
+
+
+def _batch_rows(config: Config, sweep: Sweep, model: Plain, rows: Sequence[PromptRow]) -> int:
+    memory = config.memory_gb and config.memory_gb * 1e9
+    if memory is None and config.engine == "ndif":
+        raise UserError("config: batch_rows: auto needs memory_gb, the memory of the NDIF server.")
+    memory = memory or available(config.device, config.threads)
+    width = max((max(len(row.ids), len(row.donor_ids)) for row in rows), default=1)
+    backward = any(measure.kind == "attribution" for measure in sweep.measures.values())
+    number = rows_that_fit(model, width, backward, memory)
+    logger.info("batch_rows: auto is %d, which fits into %.1f GB", number, memory / 1e9)
+    return number
 
 
 def expand_sweep(sweep: Sweep, config: Config, model: Path, prompts: Path, results: Path) -> Plan:
@@ -53,8 +81,9 @@ def expand_sweep(sweep: Sweep, config: Config, model: Path, prompts: Path, resul
         prompts: prompts.parquet.
         results: `results/SWEEP`; chunks and parts that lie there and beside it are used again.
     """
-    described, settings = read_json(model), settings_of(config)
+    described = read_json(model)
     rows = prompt_rows.from_table(read_table(prompts))
+    settings = settings_of(config, sweep, described, rows)
     store = Store(results, config)
     began = time.perf_counter()
     plan = make_plan(sweep, described, rows, settings, load_vector, store.earlier())
@@ -144,27 +173,3 @@ def points_table(sweep: Sweep, plan: Plan) -> pa.Table:
     for name in sweep.axes:
         found[name] = [point.cell[name] for point in plan.points]
     return pa.table({name: found[name] for name in schema.names}, schema=schema)
-
-
-def load_vector(spec: Plain, layer: int | None) -> list[float]:
-    """Read a vector of shape [width] or [layers, width] from a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    path = Path(spec["file"])
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            names = list(tensors.keys())
-            if spec["key"] not in names:
-                have = ", ".join(names)
-                raise UserError(f"{path}: no tensor '{spec['key']}'. Tensors: {have}.")
-            values = tensors.get_tensor(spec["key"]).float()
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"writes: {path} is not a readable safetensors file ({error}).") from None
-    if values.ndim == 2 and layer is not None and layer < len(values):
-        values = values[layer]
-    if values.ndim != 1:
-        shape = list(values.shape)
-        raise UserError(f"{path}: shape {shape} is neither [width] nor [layers, width].")
-    if not values.isfinite().all():
-        raise UserError(f"{path}: '{spec['key']}' holds a value that is not finite.")
-    return [float(value) for value in values]

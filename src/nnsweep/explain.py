@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from nnsweep.chunks import columns, forward_passes, inert_rows, keys_of, naive_passes
+from nnsweep.config import Config
 from nnsweep.cost import full_work, memory_of, operations, passes_of, work_of
-from nnsweep.expansion import load_vector
+from nnsweep.expansion import settings_of
 from nnsweep.plan import make_plan
 from nnsweep.planned import Plan, Settings
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sites import ORDER, limits_of
 from nnsweep.sweep import Sweep
 from nnsweep.sweep_words import BETWEEN, HEADED, LAYERLESS
+from nnsweep.vectors import load_vector
 
 Plain = dict[str, Any]
 
@@ -41,25 +43,23 @@ def _site(shape: Plain, site: str) -> str:
     return f"  {site:<11} {layers:<8} {heads:<6} {place['width']:<6} {place['side']} of {path}"
 
 
-def explain(
-    sweep: Sweep, model: Plain, tokenizer: Any, settings: Settings, rows: int, engine: str
-) -> str:
+def explain(sweep: Sweep, model: Plain, tokenizer: Any, config: Config, rows: int) -> str:
     """Describe a sweep in a few lines.
 
     Args:
         sweep: The sweep.
         model: The prepared model (no weights are read).
         tokenizer: The model's tokenizer.
-        settings: How the plan is cut.
+        config: How the plan is cut; engine `ndif` adds what will be sent and what will come home.
         rows: How many prompt rows to show with their tokens.
-        engine: `ndif` adds what will be sent and what will come home.
     """
     found = prepare_rows(sweep, Path(sweep.prompts.file), tokenizer, model["shape"]["context"])
+    settings = settings_of(config, sweep, model, found)
     began = time.perf_counter()
     plan = make_plan(sweep, model, found, settings, load_vector)
     seconds = time.perf_counter() - began
     lines = [*_size(sweep, model, plan, found, settings, seconds)]
-    if engine == "ndif":
+    if config.engine == "ndif":
         lines += _remote(model, plan)
     lines.append("")
     for row in found[:rows]:

@@ -30,7 +30,6 @@ from nnsweep.chunks import columns, keys_of, pass_ids
 from nnsweep.config import read_config
 from nnsweep.engines.ndif import NdifEngine, pack, pack_probe
 from nnsweep.errors import UserError
-from nnsweep.expansion import load_vector
 from nnsweep.jobs import budget_of, open_engine, run_chunk
 from nnsweep.models import locate, model_key, open_model
 from nnsweep.ndif import preflight, server, transport
@@ -41,6 +40,7 @@ from nnsweep.planned import Settings
 from nnsweep.prompts import prepare_rows
 from nnsweep.sweep import Sweep
 from nnsweep.tables import read_json, read_table, write_json, write_table
+from nnsweep.vectors import load_vector
 from workflow.project import COLUMNS, ROWS, SWEEP, Done, Project, copy_workflow, finish
 
 Plain = dict[str, Any]

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from nnsweep.chunks import columns, keys_of
-from nnsweep.expansion import load_vector
 from nnsweep.plan import make_plan
 from nnsweep.planned import Plan, Settings
 from nnsweep.prompts import PromptRow, prepare_rows
 from nnsweep.sweep import Sweep
+from nnsweep.vectors import load_vector
 
 Values = dict[tuple[tuple[Any, ...], str], dict[str, float]]
 """(axis values, row_id) -> measure -> value; a value that is not a number is NaN."""

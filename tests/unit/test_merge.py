@@ -22,7 +22,7 @@ from nnsweep.chunks import in_order, keys_of
 from nnsweep.config import Config
 from nnsweep.engines import Result
 from nnsweep.errors import CheckFailed, NnsweepError, UserError
-from nnsweep.expansion import expand_sweep, load_vector
+from nnsweep.expansion import expand_sweep
 from nnsweep.merge import merge_chunks, sample_values, texts, token_lists
 from nnsweep.parts import read_part
 from nnsweep.provenance import versions
@@ -36,6 +36,7 @@ from nnsweep.tables import (
     write_json,
     write_table,
 )
+from nnsweep.vectors import load_vector
 
 WRITE = {"site": "resid_post", "layer": "$layer", "position": "$position", "set": "donor"}
 ALONE = [{"name": "logit_diff", "kind": "logit_diff"}]

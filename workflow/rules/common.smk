@@ -1,7 +1,6 @@
 """The checked configuration and sweep, as every rule reads them."""
 
 import json
-from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from nnsweep import SEMANTICS
 from nnsweep.config import SIDES, read_config
 from nnsweep.cost import WAITING_MB, chunk_mb, chunk_minutes, waiting_minutes
 from nnsweep.errors import UserError
-from nnsweep.expansion import settings_of
+from nnsweep.expansion import cutting
 from nnsweep.jobs import read_sweep, size_line
 from nnsweep.sites import SHAPE_VERSION
 from nnsweep.sweep import vector_files
@@ -47,7 +46,7 @@ VECTOR_FILES = vector_files(SPEC)
 # One string each: Snakemake compares params as a set of values without names. The order of the
 # keys is kept, since the first axis is the slowest.
 SPEC_PARAM = SPEC.model_dump_json()
-SETTINGS_PARAM = json.dumps(asdict(settings_of(CONFIG)))
+SETTINGS_PARAM = json.dumps(cutting(CONFIG))
 PARITY = f"{CONFIG.parity.against}-vs-ndif"
 PARITY_FILES = (
     [f"results/{SWEEP}/parity/{PARITY}.json"]

@@ -10,7 +10,7 @@ import torch
 from nnsweep import kernel
 from nnsweep.chunks import halves_of, keys_of, pass_ids
 from nnsweep.engines import Result
-from nnsweep.engines.machine import pick_device, served, session_record
+from nnsweep.engines.machine import claim_gpu, pick_device, served, session_record
 from nnsweep.errors import NnsweepError
 from nnsweep.measures import functions
 from nnsweep.models import open_model
@@ -37,6 +37,7 @@ class LocalEngine:
         torch.set_num_threads(threads)
         self.threads = threads
         self.device = pick_device(device)
+        self.claim = claim_gpu() if self.device == "cuda" else None
         self.model = open_model(model, self.device)
         self.seconds_load = time.perf_counter() - began
 

@@ -1,12 +1,21 @@
 """What the engines say of the machine they run on."""
 
+import fcntl
+import logging
+import os
+import tempfile
+import time
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 
 from nnsweep.chunks import keys_of, pass_ids
 from nnsweep.errors import UserError
+
+logger = logging.getLogger(__name__)
+POLL_S = 2.0
 
 
 def pick_device(wanted: str) -> str:
@@ -16,6 +25,41 @@ def pick_device(wanted: str) -> str:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("device: cuda was asked for, torch sees no GPU here. Use auto or cpu.")
     return wanted
+
+
+def claim_gpu() -> IO[str]:
+    """Make a GPU that no other nnsweep job of this user holds the current one.
+
+    Jobs on one node each take another; `snakemake --resources gpu=N` lets no more begin than there
+    are, and one that begins all the same waits. The system frees a GPU with its process, whatever
+    ends it.
+
+    Returns:
+        The lock; it must be kept as long as the GPU is used.
+    """
+    told = False
+    while True:
+        for index in range(torch.cuda.device_count()):
+            lock = _try_lock(str(torch.cuda.get_device_properties(index).uuid))
+            if lock is not None:
+                torch.cuda.set_device(index)
+                return lock
+        if not told:
+            logger.info("waiting: other jobs hold every GPU here (see --resources gpu=N)")
+            told = True
+        time.sleep(POLL_S)
+
+
+def _try_lock(uuid: str) -> IO[str] | None:
+    """The lock of one GPU, known by its hardware's name since SLURM numbers them anew, or None."""
+    path = Path(tempfile.gettempdir()) / f"nnsweep-{os.getuid()}-{uuid}.lock"
+    lock = path.open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
 
 
 def session_record(part: Mapping[str, Any], number: int, seconds: float) -> dict[str, Any]:

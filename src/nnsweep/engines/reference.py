@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nnsweep.engines import Result
-from nnsweep.engines.machine import pick_device, served, session_record
+from nnsweep.engines.machine import claim_gpu, pick_device, served, session_record
 from nnsweep.measures import functions
 from nnsweep.models import locate
 from nnsweep.provenance import versions
@@ -43,6 +43,7 @@ class ReferenceEngine:
         began = time.perf_counter()
         torch.set_num_threads(threads)
         self.threads, self.device = threads, pick_device(device)
+        self.claim = claim_gpu() if self.device == "cuda" else None
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             locate(model), dtype=model["dtype"], attn_implementation=model["attention"]
         )
