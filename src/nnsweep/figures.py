@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from nnsweep.measures import REGISTRY
+from nnsweep.registry import REGISTRY
 from nnsweep.summary import LENS_AXIS, of_measure
 from nnsweep.sweep import Sweep, axis_kinds, value_measures
 from nnsweep.tables import (

@@ -8,7 +8,7 @@ import yaml
 
 from nnsweep.config import Config
 from nnsweep.documents import schema_of
-from nnsweep.measures import REGISTRY
+from nnsweep.registry import REGISTRY
 from nnsweep.sites import DEFINITIONS
 from nnsweep.sweep import Sweep
 from nnsweep.sweep_measures import MEASURES
@@ -115,7 +115,7 @@ def _sites() -> str:
 def _measures() -> str:
     head = (
         "# Measures\n\nOne number per point and prompt row, from the float32 next-token logits at "
-        "`measure_at`. Made by `make schemas` from the registry in `nnsweep.measures`.\n\n"
+        "`measure_at`. Made by `make schemas` from the registry `nnsweep.registry`.\n\n"
         "| kind | asks for | unit | range | definition | source |\n|---|---|---|---|---|---|\n"
     )
     rows = []

@@ -6,9 +6,7 @@ prompts without writes, both float32, and `answers`, a list of (rows,) token ids
 (rows,).
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -78,151 +76,18 @@ def entropy(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     return -(q.exp() * q).sum(-1)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A measure as the docs and the figures show it."""
-
-    function: Function | None
-    unit: str
-    low: float | None
-    high: float | None
-    discrete: bool
-    definition: str
-    source: str
-
-
-_PATCHING = "Heimersheim and Nanda, How to use and interpret activation patching, 2024"
-_SHANNON = "Shannon, A mathematical theory of communication, 1948"
-_IIA = "Geiger et al., Causal abstractions of neural networks, 2021"
-
-REGISTRY: dict[str, Entry] = {
-    "match": Entry(
-        match,
-        "fraction",
-        0,
-        1,
-        True,
-        "1 where the argmax of the next-token logits is the answer, else 0; its mean under "
-        "patching from a donor whose answer it is, is the interchange intervention accuracy (IIA)",
-        _IIA,
-    ),
-    "logit": Entry(logit, "logits", None, None, False, "logit of the answer", _PATCHING),
-    "log_prob": Entry(
-        log_prob,
-        "nats",
-        None,
-        0,
-        False,
-        "log softmax of the logits at the answer; of a set of answers, the logarithm of their "
-        "summed probability",
-        _PATCHING,
-    ),
-    "cross_entropy": Entry(
-        cross_entropy, "nats", 0, None, False, "minus the log softmax at the answer", _SHANNON
-    ),
-    "prob": Entry(
-        prob,
-        "probability",
-        0,
-        1,
-        False,
-        "softmax at the answer; of a set of answers, their sum",
-        _PATCHING,
-    ),
-    "rank": Entry(
-        rank,
-        "tokens",
-        0,
-        None,
-        True,
-        "number of tokens whose logit is strictly larger than the answer's; 0 is the top",
-        _PATCHING,
-    ),
-    "logit_diff": Entry(
-        logit_diff,
-        "logits",
-        None,
-        None,
-        False,
-        "logit of the first answer minus logit of the second",
-        "Wang et al., Interpretability in the wild, 2022",
-    ),
-    "entropy": Entry(
-        entropy, "nats", 0, None, False, "entropy of the next-token distribution", _SHANNON
-    ),
-    "kl": Entry(
-        kl,
-        "nats",
-        0,
-        None,
-        False,
-        "KL(clean || under the writes) of the next-token distributions",
-        _PATCHING,
-    ),
-    "js": Entry(
-        js,
-        "nats",
-        0,
-        math.log(2),
-        False,
-        "Jensen-Shannon divergence between the next-token distributions of the clean run and of "
-        "the run under the writes",
-        "Lin, Divergence measures based on the Shannon entropy, 1991",
-    ),
-    "top_k": Entry(
-        None,
-        "tokens",
-        None,
-        None,
-        True,
-        "list of the `k` most likely next tokens, each with its id, its text and its "
-        "log-probability; it is not averaged over rows",
-        _PATCHING,
-    ),
-    "cosine": Entry(
-        None,
-        "cosine",
-        -1,
-        1,
-        False,
-        "cosine of the angle between the activation at the place `read` under the writes and the "
-        "same activation of the clean run, or of the donor's",
-        "Singhal, Modern information retrieval: a brief overview, 2001",
-    ),
-    "contains": Entry(
-        None,
-        "fraction",
-        0,
-        1,
-        True,
-        "1 where the generated text contains the answer's text, else 0; needs `generate`",
-        "string matching",
-    ),
-    "attribution": Entry(
-        None,
-        "units of `of`",
-        None,
-        None,
-        False,
-        "estimate, to first order, of the change of the measure named by `of`: its gradient in the "
-        "clean run, times what the writes change there (attribution patching); no run under writes",
-        "Nanda, Attribution patching, 2023",
-    ),
-    "recovery": Entry(
-        None,
-        "fraction",
-        None,
-        None,
-        False,
-        "(m - m_clean) / (m_donor - m_clean) of the measure m named by `of`, with the clean and "
-        "the donor run of the same row; null where the gap is smaller than `min_gap`; of a lens, a "
-        "column for each of its layers",
-        _PATCHING,
-    ),
-}
-"""Every kind of measure; the kernel itself computes those without a function of logits."""
-
-
 def functions() -> dict[str, Function]:
-    """Kind -> function, the plain mapping that a session carries."""
-    return {kind: entry.function for kind, entry in REGISTRY.items() if entry.function}
+    """Kind -> function, the plain mapping that a session carries (kinds: `nnsweep.registry`)."""
+    found = (
+        match,
+        logit,
+        log_prob,
+        cross_entropy,
+        prob,
+        rank,
+        logit_diff,
+        entropy,
+        kl,
+        js,
+    )
+    return {function.__name__: function for function in found}

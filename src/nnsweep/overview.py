@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nnsweep.measures import REGISTRY
 from nnsweep.parity import sentence
+from nnsweep.registry import REGISTRY
 from nnsweep.summary import extremes
 from nnsweep.sweep import Sweep, axis_kinds
 from nnsweep.tables import read_json, read_table, summary_schema, write_text

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from nnsweep.errors import CheckFailed, UserError
-from nnsweep.measures import REGISTRY
+from nnsweep.registry import REGISTRY
 from nnsweep.sweep import Sweep
 from nnsweep.sweep_measures import GUARDED
 from nnsweep.tables import read_json, read_table, write_json, write_table
@@ -154,7 +154,7 @@ def classify(a: pa.Table, b: pa.Table, kinds: Mapping[str, str], dtype: str) -> 
     Args:
         a: values.parquet of one engine.
         b: values.parquet of the other.
-        kinds: measure -> kind (see `nnsweep.measures.REGISTRY`).
+        kinds: measure -> kind (see `nnsweep.registry.REGISTRY`).
         dtype: The dtype whose tolerance holds.
 
     Raises:

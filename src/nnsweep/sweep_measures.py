@@ -24,7 +24,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "recovery": ("of",),
     "attribution": ("of",),
 }
-"""The field each kind of measure asks for, or one of several (definitions: `nnsweep.measures`)."""
+"""The field each kind of measure asks for, or one of several (definitions: `nnsweep.registry`)."""
 
 AGAINST_CLEAN = ("kl", "js", "cosine", "recovery", "attribution")
 """Kinds that compare with the clean run of the same prompt."""

@@ -75,7 +75,11 @@ def edits_of(plan):
 
 
 @pytest.mark.parametrize(
-    "module", [f"nnsweep.{n}" for n in ("plan", "chunks", "cost", "grid", "config")]
+    "module",
+    [
+        f"nnsweep.{name}"
+        for name in ("plan", "config", "store", "merge", "figures", "overview", "parity", "mixed")
+    ],
 )
 def test_planning_imports_no_torch(module, repository):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'nnsight' in sys.modules)"

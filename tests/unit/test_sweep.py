@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from nnsweep.documents import parse
 from nnsweep.errors import UserError
 from nnsweep.grid import axis_values, expand
-from nnsweep.measures import REGISTRY
+from nnsweep.registry import REGISTRY
 from nnsweep.sites import DEFINITIONS, ORDER
 from nnsweep.sweep import Range, Sweep, axis_kinds, references, uses_donor
 from nnsweep.sweep_measures import MEASURES
