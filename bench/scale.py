@@ -138,7 +138,7 @@ def snakemake(folder, *given, **config):
 
 def run_step(step):
     """One step of the project in the working directory; it imports what its rule's job imports."""
-    from nnsweep.jobs import read_sweep
+    from nnsweep.sweep_file import read_sweep
 
     sweep = read_sweep(Path(f"config/sweeps/{NAME}.yaml"))
     STEPS_HERE[step](sweep, Path(f"results/{NAME}"))

@@ -51,12 +51,12 @@ def version(
 @app.command()
 def validate(file: SweepFile) -> None:
     """Check a sweep file and the files it names, as far as no model is needed (under a second)."""
-    from nnsweep import jobs
     from nnsweep.grid import check_axes
     from nnsweep.prompts import records_of
+    from nnsweep.sweep_file import read_sweep
     from nnsweep.vectors import check_vectors
 
-    sweep = jobs.read_sweep(file)
+    sweep = read_sweep(file)
     with _about(file):
         check_axes(sweep)
         check_vectors(sweep)
@@ -93,16 +93,16 @@ def explain(
     engine: Annotated[str, typer.Option(help="ndif adds requests and bytes.")] = "local",
 ) -> None:
     """Show what a sweep will run and cost, and every position and answer as tokens (no weights)."""
-    from nnsweep import jobs
     from nnsweep.config import read_config
     from nnsweep.explain import explain as describe
     from nnsweep.log import quiet_libraries
     from nnsweep.models import load_tokenizer, prepare
+    from nnsweep.sweep_file import read_sweep
 
     number = int(batch_rows) if batch_rows.isdecimal() else batch_rows
     given = {"batch_rows": number, "chunk_passes": chunk_passes, "recompute": recompute}
     config = read_config(given | {"engine": engine, "memory_gb": memory_gb})
-    sweep = jobs.read_sweep(file)
+    sweep = read_sweep(file)
     quiet_libraries()
     model = prepare(sweep.model.model_dump(), weights=False)
     with _about(file):

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 import oracle
 from hand import HandLlama
-from nnsweep import jobs
 from nnsweep.kernel import noise
 from nnsweep.models import locate, prepare
 from nnsweep.prompts import prepare_rows
 from nnsweep.sweep import Sweep
+from nnsweep.sweep_file import read_sweep
 from tiny import FAMILIES, LAYERS
 
 TOLERANCE = 2e-4
@@ -1070,7 +1070,7 @@ def test_estimates_in_the_real_model(by_hand):
 def test_estimates_follow_the_measured_changes(by_hand, repository, opened, real_model, tokenizer):
     """Heads of the last layers: what patching does, and what its gradient said it would do."""
     file = repository / "config/sweeps/ioi_attribution.yaml"
-    document = jobs.read_sweep(file).model_dump()
+    document = read_sweep(file).model_dump()
     axes = {"layer": list(range(22, 27)), "head": "all"}
     sweep = Sweep.model_validate(document | {"axes": axes})
     rows = prepare_rows(sweep, repository / sweep.prompts.file, tokenizer, 0)[:8]

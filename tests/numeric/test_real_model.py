@@ -16,6 +16,7 @@ from nnsweep.controls import judge
 from nnsweep.models import locate
 from nnsweep.prompts import prepare_rows
 from nnsweep.sweep import Sweep
+from nnsweep.sweep_file import read_sweep
 
 GOLDEN = 1e-3
 CLOSE = 2e-4
@@ -34,7 +35,7 @@ def shipped(repository, tokenizer):
     """A sweep of the repository with other axes, and its rows; `few` keeps the first rows."""
 
     def read(name, few=None, **changes):
-        document = jobs.read_sweep(repository / "config" / "sweeps" / f"{name}.yaml").model_dump()
+        document = read_sweep(repository / "config" / "sweeps" / f"{name}.yaml").model_dump()
         sweep = Sweep.model_validate(copy.deepcopy(document) | changes)
         rows = prepare_rows(sweep, repository / sweep.prompts.file, tokenizer, 0)
         assert all(row.reason is None for row in rows)

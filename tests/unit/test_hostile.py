@@ -11,9 +11,9 @@ from nnsweep import models
 from nnsweep.config import read_config
 from nnsweep.documents import parse
 from nnsweep.errors import UserError
-from nnsweep.jobs import read_sweep
 from nnsweep.prompts import from_table, read_records, to_table
 from nnsweep.sweep import Sweep
+from nnsweep.sweep_file import read_sweep
 from nnsweep.tables import read_table, write_table
 from nnsweep.vectors import load_vector
 from unit.examples import DOCUMENT, RECORDS, rows_of, sweep_of, write_csv

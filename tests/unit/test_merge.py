@@ -27,6 +27,7 @@ from nnsweep.merge import merge_chunks, sample_values, texts, token_lists
 from nnsweep.parts import read_part
 from nnsweep.provenance import versions
 from nnsweep.sweep import axis_kinds
+from nnsweep.sweep_file import read_sweep
 from nnsweep.tables import (
     part_schema,
     read_json,
@@ -663,10 +664,10 @@ def test_a_missing_vector_file_is_refused(tmp_path):
 
 def test_a_sweep_is_named_as_its_file(tmp_path, repository):
     shipped = repository / "config" / "sweeps" / "capitals_layers.yaml"
-    assert jobs.read_sweep(shipped).name == "capitals_layers"
+    assert read_sweep(shipped).name == "capitals_layers"
     (tmp_path / "other.yaml").write_bytes(shipped.read_bytes())
     with pytest.raises(UserError, match="Name the sweep as its file: other"):
-        jobs.read_sweep(tmp_path / "other.yaml")
+        read_sweep(tmp_path / "other.yaml")
 
 
 def test_points_are_written_with_typed_axes(chain):

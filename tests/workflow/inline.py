@@ -7,6 +7,7 @@ from nnsweep.config import read_config
 from nnsweep.expansion import expand_sweep
 from nnsweep.merge import merge_chunks
 from nnsweep.planned import Plan
+from nnsweep.sweep_file import read_sweep
 from workflow.project import CUT, Project
 
 
@@ -15,7 +16,7 @@ def run_inline(project: Project, results: Path, **config) -> Plan:
 
     The working directory must be the project's folder.
     """
-    sweep = jobs.read_sweep(project / "config/sweeps/tiny.yaml")
+    sweep = read_sweep(project / "config/sweeps/tiny.yaml")
     settings = read_config({"device": "cpu", "threads": 1} | CUT | config)
     model, prompts = project.results / "model.json", results / "prompts.parquet"
     jobs.prepare_prompts(sweep, model, prompts)

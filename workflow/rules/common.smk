@@ -15,7 +15,7 @@ from nnsweep.config import SIDES, read_config
 from nnsweep.cost import WAITING_MB, chunk_mb, chunk_minutes, waiting_minutes
 from nnsweep.errors import UserError
 from nnsweep.expansion import cutting
-from nnsweep.jobs import read_sweep, size_line
+from nnsweep.sweep_file import read_sweep, size_line
 from nnsweep.sites import SHAPE_VERSION
 from nnsweep.sweep import vector_files
 
