@@ -170,6 +170,20 @@ def recent(preflight: Path) -> bool:
     return preflight.exists() and time.time() - preflight.stat().st_mtime < DAY
 
 
+def check_device(output: Path) -> None:
+    """Rule check_device: which GPUs are here.
+
+    Raises:
+        UserError: none.
+    """
+    from nnsweep.engines.machine import gpus, pick_device
+
+    pick_device("cuda")
+    found = gpus()
+    logger.info("%d GPUs: %s", len(found), ", ".join(one["name"] for one in found))
+    write_json(output, found)
+
+
 def check_ndif(sweep: Sweep, model: Path, config: Config, output: Path) -> None:
     """Rule check_ndif: is the server there, and will it compute what the sweep asks for?"""
     from nnsweep.log import quiet_libraries

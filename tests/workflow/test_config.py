@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from workflow.project import Done, command, copy_workflow
+from workflow.project import Done, command, copy_workflow, times
 
 REFUSED = {
     # Cases that broke systems of this kind: what Snakemake makes of each is not what it looks like.
@@ -93,3 +93,15 @@ def test_accepted_values_reach_their_rules(copied):
     threads = copied.run("-n", threads=2)
     assert threads.jobs("run_chunk") == 3
     assert threads.jobs("expand_sweep") == threads.jobs("prepare_prompts") == 0
+
+
+def test_a_gpu_that_is_not_there_costs_one_line_and_no_result(copied):
+    """Without the check every finished chunk would be removed, and then fail."""
+    before = times(copied.parts())
+    done = copied.run(env={"CUDA_VISIBLE_DEVICES": ""}, device="cuda")
+    assert done.code != 0
+    (line,) = [line for line in done.out.splitlines() if line.startswith("nnsweep: ")]
+    assert line == "nnsweep: device: cuda was asked for, torch sees no GPU here. Use auto or cpu."
+    assert "Running chunk" not in done.out
+    assert times(copied.parts()) == before
+    assert copied.run().idle

@@ -86,7 +86,9 @@ def parts_of(wildcards, engine, names):
         "parts": [f"{folder}/{name}.parquet" for name in names],
         "facts": [f"{folder}/{name}.json" for name in names],
     }
-    if missing(found["parts"] + found["facts"]):
+    if missing(found["parts"] + found["facts"]) or (
+        engine != "ndif" and elsewhere(found["facts"])
+    ):
         gates(wildcards, engine)
     return found
 
@@ -96,12 +98,21 @@ def missing(paths):
     return not workflow.dryrun and not all(Path(path).exists() for path in paths)
 
 
+def elsewhere(facts):
+    """Whether `device: cuda` would run again what is finished on a CPU (it is removed first)."""
+    if CONFIG.device != "cuda" or workflow.dryrun:
+        return False
+    return any(json.loads(Path(one).read_text())["device"] == "cpu" for one in facts)
+
+
 def gates(wildcards, engine):
     """What must have happened in this run before chunks of an engine run.
 
     Checkpoints and no inputs of run_chunk: the server is asked anew in every run, and a file that
     is made anew would send every finished chunk again.
     """
+    if engine != "ndif" and CONFIG.device == "cuda" and workflow.local_exec:
+        checkpoints.check_device.get(sweep=wildcards.sweep)
     if engine in ("ndif", "mixed"):
         checkpoints.check_ndif.get(sweep=wildcards.sweep)
     if engine == "mixed":

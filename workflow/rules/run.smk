@@ -1,4 +1,4 @@
-"""The rules that open a model: one check of the server a run, one job a chunk."""
+"""The rules that open a model: one check of server or device a run, one job a chunk."""
 
 
 checkpoint check_ndif:
@@ -20,6 +20,24 @@ checkpoint check_ndif:
         "Asking the NDIF server what it serves"
     script:
         "../../scripts/check_ndif.py"
+
+
+checkpoint check_device:
+    output:
+        device="results/{sweep}/device.json",
+    log:
+        "logs/{sweep}/check_device.log",
+    retries: 0
+    localrule: True
+    conda:
+        "../../envs/local.yaml"
+    params:
+        # Asked for in every run, before a chunk begins; on a cluster only its nodes can tell.
+        run=f"run {uuid4()}",
+    message:
+        "Looking for the GPUs that device=cuda asks for"
+    script:
+        "../../scripts/check_device.py"
 
 
 rule run_chunk:

@@ -27,6 +27,12 @@ def pick_device(wanted: str) -> str:
     return wanted
 
 
+def gpus() -> list[dict[str, Any]]:
+    """Name and bytes of every GPU that torch sees."""
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [{"name": one.name, "memory_bytes": one.total_memory} for one in found]
+
+
 def claim_gpu() -> IO[str]:
     """Make a GPU that no other nnsweep job of this user holds the current one.
 
