@@ -4,6 +4,7 @@
 checkpoint calibrate:
     input:
         unpack(calibration_parts),
+        plan="results/{sweep}/plan.json",
         points="results/{sweep}/points.parquet",
         prompts="results/{sweep}/prompts.parquet",
     output:
@@ -34,6 +35,7 @@ rule merge_mixed:
     input:
         unpack(mixed_parts),
         calibration="results/{sweep}/mixed/calibration.json",
+        plan="results/{sweep}/plan.json",
         sweep="results/{sweep}/sweep.json",
         points="results/{sweep}/points.parquet",
         prompts="results/{sweep}/prompts.parquet",

@@ -4,6 +4,7 @@
 rule merge_chunks:
     input:
         unpack(engine_parts),
+        plan="results/{sweep}/plan.json",
         sweep="results/{sweep}/sweep.json",
         points="results/{sweep}/points.parquet",
         prompts="results/{sweep}/prompts.parquet",
