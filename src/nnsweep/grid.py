@@ -53,6 +53,10 @@ def check_axes(sweep: Sweep) -> None:
             _check_distinct(sweep, [(cell, resolve_writes(sweep, cell, ONE)) for cell in cells])
 
 
+COUNTED = {"layer", "head", "kv_head", "unit"}
+"""What an index can stand for that has no negative values."""
+
+
 def _checked_axis(
     name: str, axis: Any, kind: str, fields: set[str], limits: dict[str, int]
 ) -> list[Any]:
@@ -75,6 +79,8 @@ def _checked_axis(
             raise UserError(f"axes.{name}: {value!r} is not {what}, as ${name} must be.")
         if "size" in fields and value < 0:
             raise UserError(f"axes.{name}: {value} is negative. Lengths and deviations are not.")
+        if not bounds and kind == "index" and value < 0 and fields & COUNTED:
+            raise UserError(f"axes.{name}: {value} is negative. Layers and heads count from 0.")
         if bounds and not 0 <= value < min(bounds):
             what = " and ".join(sorted(fields & limits.keys())).replace("kv_", "key-value ")
             raise UserError(f"axes.{name}: {what} {value} is outside 0..{min(bounds) - 1}.")

@@ -669,7 +669,7 @@ def scores(model, tools, block, prompts, points, run):
                 inputs["position_ids"] = places[None].expand(len(ids), -1)
             trace_answer(model, target[:, :-1], inputs, later)
             logits = torch.cat([logits, later["logits"].cpu()], 1)
-        picked = logits.log_softmax(-1).gather(-1, target[..., None])[..., 0]
+        picked = log_softmax(logits).gather(-1, target[..., None])[..., 0]
         found[name] = torch.where(real, picked, 0.0).sum(1)
     return found
 
@@ -694,10 +694,10 @@ def generate(model, tools, block, item, run, state):
     here = one_token(block)
     edits = [edit | {"position": "@new"} for edit in item["edits"]]
     for step in range(1, spec["k"] + 1):
-        spread_out = logits.log_softmax(-1)
+        spread_out = log_softmax(logits)
         token = logits.argmax(-1)
         log_prob = spread_out.gather(-1, token[:, None])[:, 0]
-        entropy = -(spread_out.exp() * spread_out).sum(-1)
+        entropy = -(spread_out.exp() * spread_out).sum(-1, dtype=torch.float64).float()
         column_of = torch.stack([token.float(), log_prob, entropy], -1).cpu()
         columns.append(column_of.masked_fill(done[:, None], torch.nan))
         done = done | torch.isin(token.cpu(), ends)
@@ -885,10 +885,17 @@ def whole_answer(kind, log_prob):
 def column(functions, spec, logits, clean, answers):
     """A measure of logits (rows, vocab): (rows,), or (rows, numbers) of a list."""
     if spec["kind"] == "top_k":
-        top = logits.log_softmax(-1).topk(spec["k"])
+        top = log_softmax(logits).topk(spec["k"])
         return torch.cat([top.indices.float(), top.values], -1)
     names = spec.get("answers") or ([spec["answer"]] if "answer" in spec else [])
     return functions[spec["kind"]](logits, clean, [answers[name] for name in names])
+
+
+def log_softmax(logits):
+    """Log-probabilities, float32; their sum is taken in float64 (see `nnsweep.measures`)."""
+    top = logits.amax(-1, keepdim=True).detach()
+    total = (logits - top).exp().sum(-1, keepdim=True, dtype=torch.float64)
+    return logits - (top + total.log()).float()
 
 
 def cosine(ours, theirs):

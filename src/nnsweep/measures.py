@@ -14,6 +14,16 @@ from torch import Tensor
 Function = Callable[[Tensor, Tensor, list[Tensor]], Tensor]
 
 
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities (rows, vocab), float32, with their sum taken in float64.
+
+    In float32 the sum over a large vocabulary is off by up to 3e-5 where the distribution is flat.
+    """
+    top = logits.amax(-1, keepdim=True).detach()
+    total = (logits - top).exp().sum(-1, keepdim=True, dtype=torch.float64)
+    return logits - (top + total.log()).float()
+
+
 def match(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """1 where the most likely next token is the answer, else 0."""
     return (logits.argmax(-1) == answers[0].to(logits.device)).float()
@@ -33,18 +43,19 @@ def logit_diff(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
 
 def log_prob(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """Natural logarithm of the probability of the answer, or of any of several answers."""
-    picked = logits.log_softmax(-1).gather(-1, torch.stack(answers, -1).to(logits.device))
+    picked = log_softmax(logits).gather(-1, torch.stack(answers, -1).to(logits.device))
     return picked[:, 0] if len(answers) == 1 else picked.logsumexp(-1)
 
 
 def cross_entropy(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """The loss of the answer as the next token."""
-    return -logits.log_softmax(-1).gather(-1, answers[0].to(logits.device)[:, None])[:, 0]
+    return -log_softmax(logits).gather(-1, answers[0].to(logits.device)[:, None])[:, 0]
 
 
 def prob(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """The probability of the answer, or of any of several answers."""
-    return logits.softmax(-1).gather(-1, torch.stack(answers, -1).to(logits.device)).sum(-1)
+    picked = log_softmax(logits).gather(-1, torch.stack(answers, -1).to(logits.device))
+    return picked.exp().sum(-1)
 
 
 def rank(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
@@ -55,25 +66,25 @@ def rank(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
 
 def kl(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """Kullback-Leibler divergence of the run under the writes from the clean run."""
-    p, q = clean.log_softmax(-1), logits.log_softmax(-1)
+    p, q = log_softmax(clean), log_softmax(logits)
     # Never negative but for rounding.
-    return (p.exp() * (p - q)).sum(-1).clamp_min(0)
+    return (p.exp() * (p - q)).sum(-1, dtype=torch.float64).float().clamp_min(0)
 
 
 def js(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """Jensen-Shannon divergence between the clean run and the run under the writes."""
-    p, q = clean.log_softmax(-1), logits.log_softmax(-1)
+    p, q = log_softmax(clean), log_softmax(logits)
     # log((e^p + e^q) / 2), written so that equal distributions give exactly 0.
     spread = torch.log1p((p - q).abs().neg().exp()) - torch.log1p(torch.ones_like(p[:, :1]))
     middle = torch.maximum(p, q) + spread
-    both = (p.exp() * (p - middle)).sum(-1) + (q.exp() * (q - middle)).sum(-1)
-    return (both / 2).clamp_min(0)
+    both = p.exp() * (p - middle) + q.exp() * (q - middle)
+    return (both.sum(-1, dtype=torch.float64) / 2).float().clamp_min(0)
 
 
 def entropy(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """Entropy of the next-token distribution."""
-    q = logits.log_softmax(-1)
-    return -(q.exp() * q).sum(-1)
+    q = log_softmax(logits)
+    return -(q.exp() * q).sum(-1, dtype=torch.float64).float()
 
 
 def functions() -> dict[str, Function]:

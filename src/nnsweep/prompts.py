@@ -130,7 +130,9 @@ def columns_of(sweep: Sweep, available: set[str] | None = None) -> list[str]:
     for position in sweep.positions.values():
         if isinstance(position, Tokens):
             names += [position.text, position.donor_text]
-    if available is None or prompts.row_id in available:
+    # Without a column for them rows have numbers, unless one was asked for by name.
+    asked = prompts.row_id != type(prompts).model_fields["row_id"].default
+    if available is None or asked or prompts.row_id in available:
         names.insert(0, prompts.row_id)
     return list(dict.fromkeys(name for name in names if name))
 

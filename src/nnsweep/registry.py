@@ -88,8 +88,9 @@ REGISTRY: dict[str, Entry] = {
         None,
         None,
         True,
-        "list of the `k` most likely next tokens, each with its id, its text and its "
-        "log-probability; it is not averaged over rows",
+        "list of the `k` most likely next tokens (1 to 100), each with its id, its text and its "
+        "log-probability; which of exactly equal ones comes first is not defined; it is not "
+        "averaged over rows",
         _PATCHING,
     ),
     "cosine": Entry(

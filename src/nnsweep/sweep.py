@@ -72,12 +72,14 @@ class Prompts(Strict):
     file: str = Field(description="csv, jsonl or parquet, relative to the working directory")
     text: str = Field(description="column run under the writes")
     donor: str | None = Field(None, description="column whose activations are patched in")
-    row_id: str = Field("row_id", description="column that names the rows")
+    row_id: str = Field(
+        "row_id", description="column that names the rows; left out and not there: numbers"
+    )
     answers: dict[str, str] = Field(default={}, description="answer name -> column")
     answer_prefix: str | None = Field(
         None,
         description="what joins a prompt and its answer; null is a space, or what a chat template "
-        "puts there (mostly nothing)",
+        "puts there (mostly nothing); an answer that begins with white space is joined as it is",
     )
     chat: StrictBool | Annotated[dict[str, StrictBool | Scalar], Field(min_length=1)] = Field(
         False,

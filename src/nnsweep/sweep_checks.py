@@ -20,7 +20,7 @@ from nnsweep.sweep import (
 from nnsweep.sweep_measures import TEXTS, unfit
 from nnsweep.sweep_positions import BUILT_IN_POSITIONS, Tokens
 from nnsweep.sweep_words import EDGES, PROMPTS
-from nnsweep.sweep_writes import misread, repeatable, roles
+from nnsweep.sweep_writes import MeanDifference, misread, repeatable, roles
 
 
 def problems(sweep: Sweep) -> Iterator[str]:
@@ -69,6 +69,9 @@ def _bad_writes(sweep: Sweep) -> Iterator[str]:
     for where, write in placed_writes(sweep):
         for path, sentence in misread(write):
             yield f"{where}.{path}: {sentence}"
+        vector = write.add.vector if write.add else None
+        if isinstance(vector, MeanDifference) and vector.mean == vector.minus:
+            yield f"{where}.add.vector: a mean minus itself is nothing; take text from donor"
         if write.site in EDGES and sweep.model.attention != "eager":
             yield f"{where}.site: {write.site} needs `attention: eager` under `model`"
         if (
@@ -102,6 +105,9 @@ def _bad_runs(sweep: Sweep) -> Iterator[str]:
 
 def _bad_positions(sweep: Sweep) -> Iterator[str]:
     chat = bool(sweep.prompts.chat)
+    for name, meaning in BUILT_IN_POSITIONS.items():
+        if sweep.positions.get(name, meaning) != meaning:
+            yield f"positions.{name}: built in, as {meaning!r}; call it otherwise"
     for name, position in sweep.positions.items():
         if isinstance(position, Tokens) and position.segment is not None and not chat:
             yield f"positions.{name}: segments are of chat prompts. Set prompts.chat: true"
@@ -150,7 +156,10 @@ def _bad_measures(sweep: Sweep) -> list[str]:
     if not sweep.writes and any(m.kind == "attribution" for m in sweep.measures.values()):
         problems.append("measures: attribution estimates what writes do; this sweep has none")
     for name, measure in sweep.measures.items():
-        for answer in [measure.answer, *(measure.answers or [])]:
+        answers = measure.answers or []
+        if len(set(answers)) < len(answers):
+            problems.append(f"measures.{name}.answers: {answers} names an answer twice")
+        for answer in [measure.answer, *answers]:
             if answer is not None and answer not in sweep.prompts.answers:
                 known = ", ".join(sweep.prompts.answers) or "none"
                 problems.append(f"measures.{name}: answer '{answer}' is not one of: {known}")
@@ -217,7 +226,7 @@ def _bad_axes(sweep: Sweep) -> list[str]:
     names = [("axes", name) for name in sweep.axes]
     names += [("measures", name) for name in sweep.measures]
     problems = [
-        f"{kind}.{n}: '{n}' is a column of every table. Choose another name"
+        f"{kind}.{n}: '{n}' is a column of one of our tables (docs/tables.md). Choose another name"
         for kind, n in names
         if n in RESERVED
     ]

@@ -47,7 +47,7 @@ Whole = Annotated[int, Field(strict=True)]
 def _each_once(values: list[int]) -> list[int]:
     twice = next((value for value in values if values.count(value) > 1), None)
     if twice is not None:
-        raise ValueError(f"{twice} is given twice; the write would be done twice")
+        raise ValueError(f"{twice} is given twice; once is enough")
     return values
 
 

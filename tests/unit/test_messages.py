@@ -45,6 +45,18 @@ WITHOUT_A_MODEL = {
         one(layer=None, layers=[0, "a"], set=0.0),
         "writes.0.layers.1: got 'a', expected a whole number",
     ),
+    "a difference of nothing": (
+        one(add={"vector": {"mean": "text", "minus": "text"}, "scale": 1.0}),
+        "writes.0.add.vector: a mean minus itself is nothing; take text from donor",
+    ),
+    "the same answer twice": (
+        {"measures": {"gap": {"kind": "logit_diff", "answers": ["target", "target"]}}},
+        "measures.gap.answers: ['target', 'target'] names an answer twice",
+    ),
+    "a negative layer of an axis": (
+        over({"layer": [-1, 0]}, layer="$layer", set=0.0),
+        "axes.layer: -1 is negative. Layers and heads count from 0.",
+    ),
     "an empty list": (
         one(layer=None, layers=[], set=0.0),
         "writes.0.layers: got [], expected 1 or more entries",
@@ -332,3 +344,11 @@ def test_help_has_a_short_form(command):
     assert short.exit_code == 0
     assert "Usage: " in short.output
     assert short.output == long.output
+
+
+def test_rows_named_by_a_column_that_is_not_there_are_refused(folder):
+    """Without a name of its own the column may be missing; then rows have numbers."""
+    asked = {"prompts": document()["prompts"] | {"row_id": "name"}}
+    (folder / "example.yaml").write_text(yaml.safe_dump(document(**asked)))
+    with pytest.raises(UserError, match=r"prompts\.csv: no column 'name'\. Columns: row_id, base"):
+        validate(folder / "example.yaml")
