@@ -1,14 +1,16 @@
 """Hostile names from end to end: only the sweep's own files appear, and no shell reads a name."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from hostile import HOSTILE
+from workflow.forks import dry_runs
 from workflow.project import ROWS, SWEEP, Project, command, copy_workflow
+
+pytestmark = pytest.mark.xdist_group("hostile")
 
 FOLDER = "pro ject $(touch escaped) `touch escaped` 'q'"
 MODEL = "m<script>alert(1)$(touch escaped)"
@@ -31,13 +33,8 @@ def tree(root: Path) -> set[str]:
 def test_hostile_settings_are_refused_and_write_nothing(tmp_path: Path):
     project = copy_workflow(tmp_path / "project")
     before = tree(tmp_path)
-
-    def dry_run(pair: str):
-        return command("snakemake", "-n", "--nocolor", "--config", pair, cwd=project.root)
-
-    with ThreadPoolExecutor(2) as pool:
-        found = dict(zip(PAIRS, pool.map(dry_run, PAIRS), strict=True))
-    for pair, done in found.items():
+    found = dry_runs(project.root, [("--config", pair) for pair in PAIRS])
+    for pair, done in zip(PAIRS, found, strict=True):
         assert done.code != 0, pair
         assert "Traceback" not in done.out, done.out
         assert done.jobs("total") == 0
