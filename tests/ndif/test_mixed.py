@@ -13,6 +13,8 @@ from nnsweep.ndif.state import ServerState
 from nnsweep.tables import read_json, read_table, write_table
 from workflow.project import Done, Project
 
+pytestmark = pytest.mark.xdist_group("ndif")
+
 Plain = dict[str, Any]
 VALUES = "results/tiny/mixed/values.parquet"
 CALIBRATED = "results/tiny/mixed/calibration.json"
