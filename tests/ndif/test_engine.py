@@ -43,8 +43,10 @@ from nnsweep.sweep import Sweep
 from nnsweep.tables import read_json, read_table, write_json, write_table
 from workflow.project import COLUMNS, ROWS, SWEEP, Done, Project, copy_workflow, finish
 
+pytestmark = pytest.mark.xdist_group("ndif")
+
 Plain = dict[str, Any]
-CONFIG = read_config({"threads": 1, "ndif": {"pause_s": 0.05, "connect_s": 5}})
+CONFIG = read_config({"threads": 1, "ndif": {"pause_s": 0.05, "connect_s": 60}})
 MEASURES = SWEEP["measures"] | {"recovery": {"kind": "recovery", "of": "gap", "min_gap": 1.0}}
 WRITES = [
     {"site": "resid_post", "layer": "$layer", "position": "$position", "set": "donor"},
@@ -437,8 +439,8 @@ def journals(project: Project) -> list[Path]:
 
 
 def kill_when(process: subprocess.Popen[str], due: Callable[[], bool]) -> Done:
-    """SIGKILL to Snakemake and all its jobs at some moment, or after five minutes."""
-    deadline = time.monotonic() + 300
+    """SIGKILL to Snakemake and all its jobs at some moment, or after a quarter of an hour."""
+    deadline = time.monotonic() + 900
     while not due() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     if process.poll() is None:

@@ -18,6 +18,8 @@ from nnsweep.ndif.ports import Ports, is_open
 from nnsweep.ndif.processes import Process
 from nnsweep.ndif.state import ServerState, load
 
+pytestmark = pytest.mark.xdist_group("ndif")
+
 PROMPT = "The Eiffel Tower is in the city of"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
@@ -120,12 +122,12 @@ def test_a_second_server_ends_long_requests_and_can_be_stopped_after_a_crash(
     """Beside the first: a request that takes too long leaves the model usable; then a crash."""
     model = ndif_server.settings.model
     state = server.serve(
-        model, state_dir=tmp_path, python=ndif_python, trusted=trusted, execution_timeout_s=8
+        model, state_dir=tmp_path, python=ndif_python, trusted=trusted, execution_timeout_s=12
     )
     assert server.status(tmp_path)["deployment"]["trusted"] == trusted
     client = _client(model, state.host)
-    with pytest.raises(Exception, match="exceeded the execution timeout of 8"):
-        _work_for(client, 30.0)
+    with pytest.raises(Exception, match="exceeded the execution timeout of 12"):
+        _work_for(client, 60.0)
     assert _work_for(client, 0.0) == "done"
     _check_that_a_crashed_server_can_be_stopped(state, tmp_path)
     assert server.status(ndif_state_dir)["running"]
@@ -141,7 +143,7 @@ def test_an_interrupted_start_leaves_nothing(
     time.sleep(2)
     state = load(tmp_path)
     child.send_signal(number)
-    child.wait(timeout=60)
+    child.wait(timeout=300)
     assert server.stop(tmp_path) == (number == signal.SIGKILL)
     assert _nothing_is_left(state)
 
@@ -293,7 +295,7 @@ def _serve_in_a_process(model: str, python: Path, state_dir: Path) -> subprocess
     return subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
 
-def _wait_until(true, timeout_s: float = 30.0) -> None:
+def _wait_until(true, timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, "waited too long"

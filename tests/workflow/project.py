@@ -149,7 +149,7 @@ class Project:
         return finish(self.start(*arguments, cores=cores, env=env, **config))
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 300) -> Done:
+def finish(process: subprocess.Popen[str], seconds: float = 900) -> Done:
     """Wait for a command; whatever it said comes back."""
     try:
         out, _ = process.communicate(timeout=seconds)

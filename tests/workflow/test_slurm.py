@@ -13,9 +13,11 @@ import pytest
 from workflow.cluster import Cluster, Job, slurm
 from workflow.project import Done, Project, copy_workflow, digest, environment
 
+pytestmark = pytest.mark.xdist_group("slurm")
+
 TARGET = "results/tiny/local/values.parquet"
 SIDE_BY_SIDE = 4
-SECONDS = 240
+SECONDS = 900
 
 
 @pytest.fixture(scope="module")
