@@ -4,16 +4,21 @@ The functions run inside a session, next to the weights, so they use torch and n
 Each takes `logits` (rows, vocab) of the run under the writes, `clean` (rows, vocab) of the same
 prompts without writes, both float32, and `answers`, a list of (rows,) token ids; each returns
 (rows,).
+
+They import torch themselves: figures and pages, which need the registry alone, do without.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Function = Callable[[Tensor, Tensor, list[Tensor]], Tensor]
+    Function = Callable[[Tensor, Tensor, list[Tensor]], Tensor]
 
 
 def match(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
@@ -28,6 +33,8 @@ def logit(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
 
 def logit_diff(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """The target's logit minus the foil's."""
+    import torch
+
     both = torch.stack(answers, -1).to(logits.device)
     picked = logits.gather(-1, both)
     return picked[:, 0] - picked[:, 1]
@@ -35,6 +42,8 @@ def logit_diff(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
 
 def log_prob(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """Natural logarithm of the probability of the answer, or of any of several answers."""
+    import torch
+
     picked = logits.log_softmax(-1).gather(-1, torch.stack(answers, -1).to(logits.device))
     return picked[:, 0] if len(answers) == 1 else picked.logsumexp(-1)
 
@@ -46,6 +55,8 @@ def cross_entropy(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tenso
 
 def prob(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """The probability of the answer, or of any of several answers."""
+    import torch
+
     return logits.softmax(-1).gather(-1, torch.stack(answers, -1).to(logits.device)).sum(-1)
 
 
@@ -64,6 +75,8 @@ def kl(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
 
 def js(logits: Tensor, clean: Tensor, answers: list[Tensor]) -> Tensor:
     """Jensen-Shannon divergence between the clean run and the run under the writes."""
+    import torch
+
     p, q = clean.log_softmax(-1), logits.log_softmax(-1)
     # log((e^p + e^q) / 2), written so that equal distributions give exactly 0.
     spread = torch.log1p((p - q).abs().neg().exp()) - torch.log1p(torch.ones_like(p[:, :1]))
