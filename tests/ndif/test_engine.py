@@ -43,8 +43,6 @@ from nnsweep.sweep import Sweep
 from nnsweep.tables import read_json, read_table, write_json, write_table
 from workflow.project import COLUMNS, ROWS, SWEEP, Done, Project, copy_workflow, finish
 
-pytestmark = pytest.mark.xdist_group("ndif")
-
 Plain = dict[str, Any]
 CONFIG = read_config({"threads": 1, "ndif": {"pause_s": 0.05, "connect_s": 60}})
 MEASURES = SWEEP["measures"] | {"recovery": {"kind": "recovery", "of": "gap", "min_gap": 1.0}}
@@ -578,7 +576,8 @@ def test_a_trusted_server_estimates_as_this_machine_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     where = tmp_path / "trusted"
-    state = server.serve(str(locate(tiny)), state_dir=where, python=ndif_python, trusted=True)
+    how: Plain = {"python": ndif_python, "trusted": True, "sandbox_pool": 1}
+    state = server.serve(str(locate(tiny)), state_dir=where, **how)
     try:
         client_of(state.host, monkeypatch)
         served = preflight.check(tiny, CONFIG, gradients=True)

@@ -17,8 +17,6 @@ from nnsweep.ndif.state import ServerState
 from nnsweep.tables import read_table
 from workflow.project import Done, Project, finish
 
-pytestmark = pytest.mark.xdist_group("ndif kills")
-
 Plain = dict[str, Any]
 CONFIG = {
     "engine": "ndif",
@@ -37,12 +35,22 @@ def serve(
 
     def start() -> ServerState:
         given = ports[0] if ports else Ports()
-        state = server.serve(str(locate(tiny)), state_dir=folder, python=ndif_python, ports=given)
+        how: Plain = {"python": ndif_python, "ports": given, "sandbox_pool": 1}
+        state = server.serve(str(locate(tiny)), state_dir=folder, **how)
         ports[:] = [Ports(api=state.ports["api"])]
         return state
 
     yield start
     server.stop(folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny: Plain, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """The run on this machine; tests copy it, and run the same plan on the server."""
+    project = project_of(tmp_path_factory.mktemp("undisturbed") / "project", tiny)
+    local = project.run("results/tiny/local/values.parquet", **TOGETHER)
+    assert local.code == 0, local.out
+    return project
 
 
 def part_of(state: ServerState, name: str) -> list[processes.Process]:
@@ -76,11 +84,11 @@ def run_until(project: Project, state: ServerState, name: str) -> Done:
 
 @pytest.mark.parametrize("name", ["api", "redis", "actor"])
 def test_a_part_of_the_server_that_is_killed_costs_no_value(
-    serve: Callable[[], ServerState], tiny: Plain, tmp_path: Path, name: str
+    serve: Callable[[], ServerState], undisturbed: Project, tmp_path: Path, name: str
 ) -> None:
     """The run ends in one line a chunk, or comes through; after `serve` it is whole."""
     state = serve()
-    project = project_of(tmp_path / "project", tiny)
+    project = undisturbed.copy(tmp_path / "project")
     done = run_until(project, state, name)
     if done.code:
         said = [line for line in done.out.splitlines() if line.startswith("nnsweep: ")]
@@ -89,9 +97,7 @@ def test_a_part_of_the_server_that_is_killed_costs_no_value(
         assert not (project / VALUES).exists()
         again = project.run(VALUES, env=on(serve().host), **PATIENT)
         assert again.code == 0, again.out
-    local = project.run("results/tiny/local/values.parquet", **TOGETHER)
-    assert local.code == 0, local.out
     remote = rows_of(project, "ndif")
     assert len({(row["point_id"], row["row_id"]) for row in remote}) == len(remote) == 6 * 6
-    assert (project / VALUES).read_bytes() == project.values.read_bytes()
+    assert (project / VALUES).read_bytes() == undisturbed.values.read_bytes()
     assert not journals(project)

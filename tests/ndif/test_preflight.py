@@ -16,8 +16,6 @@ from nnsweep.errors import UserError
 from nnsweep.log import exit_code
 from nnsweep.ndif import preflight
 
-pytestmark = pytest.mark.xdist_group("preflight")
-
 KEY = "planted-4f1c9a"
 FOUND = {"torch": "2.0", "threads": 3, "dtype": "float32", "device": "cpu", "logits": 49152}
 CONFIG = read_config({"ndif": {"connect_s": 30}})

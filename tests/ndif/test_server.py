@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,6 @@ from nnsweep.ndif import processes, server
 from nnsweep.ndif.ports import Ports, is_open
 from nnsweep.ndif.processes import Process
 from nnsweep.ndif.state import ServerState, load
-
-pytestmark = pytest.mark.xdist_group("ndif")
 
 PROMPT = "The Eiffel Tower is in the city of"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
@@ -121,9 +120,8 @@ def test_a_second_server_ends_long_requests_and_can_be_stopped_after_a_crash(
 ) -> None:
     """Beside the first: a request that takes too long leaves the model usable; then a crash."""
     model = ndif_server.settings.model
-    state = server.serve(
-        model, state_dir=tmp_path, python=ndif_python, trusted=trusted, execution_timeout_s=12
-    )
+    how: dict[str, Any] = {"trusted": trusted, "execution_timeout_s": 12, "sandbox_pool": 1}
+    state = server.serve(model, state_dir=tmp_path, python=ndif_python, **how)
     assert server.status(tmp_path)["deployment"]["trusted"] == trusted
     client = _client(model, state.host)
     with pytest.raises(Exception, match="exceeded the execution timeout of 12"):

@@ -56,6 +56,9 @@ SWEEP: dict[str, Any] = {
 CUT = {"batch_rows": 3, "chunk_passes": 6}
 """One point a pass."""
 
+NO_FIGURES = ("--omit-from", "plot_measures")
+"""Everything that rule all asks for but the figures."""
+
 
 @dataclass
 class Done:
@@ -103,6 +106,12 @@ class Project:
     def plan(self) -> dict[str, Any]:
         """plan.json of the tiny sweep."""
         return json.loads((self.results / "plan.json").read_text())
+
+    def unplan(self) -> None:
+        """Take the plan and all that ran away; the model and the prompts stay prepared."""
+        (self.results / "plan.json").unlink()
+        for name in ("chunks", "local"):
+            shutil.rmtree(self.results / name)
 
     def parts(self, engine: str = "local") -> dict[str, Path]:
         """The parts of the plan's chunks, null controls left out, by chunk id."""

@@ -5,8 +5,6 @@ import pytest
 from workflow.forks import dry_runs
 from workflow.project import Done, copy_workflow
 
-pytestmark = pytest.mark.xdist_group("config")
-
 REFUSED = {
     # Cases that broke systems of this kind: what Snakemake makes of each is not what it looks like.
     "layers=[0,1,2]": ("layers", "0"),

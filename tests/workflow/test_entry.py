@@ -5,8 +5,6 @@ import pytest
 from workflow.forks import dry_runs
 from workflow.project import ROOT, Done, Project, copy_workflow
 
-pytestmark = pytest.mark.xdist_group("entry")
-
 SWEEPS = sorted(path.stem for path in (ROOT / "config" / "sweeps").glob("*.yaml"))
 
 

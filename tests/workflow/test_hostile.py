@@ -10,8 +10,6 @@ from hostile import HOSTILE
 from workflow.forks import dry_runs
 from workflow.project import ROWS, SWEEP, Project, command, copy_workflow
 
-pytestmark = pytest.mark.xdist_group("hostile")
-
 FOLDER = "pro ject $(touch escaped) `touch escaped` 'q'"
 MODEL = "m<script>alert(1)$(touch escaped)"
 PROMPTS = "config/prompts/; touch escaped #.csv"
@@ -50,7 +48,9 @@ def hostile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Project:
     rows = [(row_id, *row[1:]) for row_id, row in zip(ids, ROWS, strict=False)]
     project.write_prompts(rows)
     (project / "config/prompts/tiny.csv").rename(project / PROMPTS)
-    project.write_sweep(model={"id": MODEL}, prompts=SWEEP["prompts"] | {"file": PROMPTS})
+    prompts = SWEEP["prompts"] | {"file": PROMPTS}
+    measures = {"gap": SWEEP["measures"]["gap"]}
+    project.write_sweep(model={"id": MODEL}, prompts=prompts, measures=measures)
     before = tree(project.root.parent)
     done = project.run()
     assert done.code == 0, done.out

@@ -6,8 +6,6 @@ import pytest
 
 from workflow.project import CUT, ROOT, Done, Project, command, copy_workflow, digest
 
-pytestmark = pytest.mark.xdist_group("module")
-
 SNAKEFILE = """\
 configfile: "settings.yaml"
 

@@ -8,8 +8,6 @@ import pytest
 from workflow.browser import Browser, drawn, with_clicks
 from workflow.project import SWEEP, Project
 
-pytestmark = pytest.mark.xdist_group("report")
-
 CONTROLS = ("self_patch_0", "self_patch_1", "zero_steer", "full_donor")
 
 
