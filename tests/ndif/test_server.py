@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 
 from nnsweep.errors import UserError
-from nnsweep.ndif import processes, server
+from nnsweep.ndif import launch, processes, server
 from nnsweep.ndif.ports import Ports, is_open
 from nnsweep.ndif.processes import Process
 from nnsweep.ndif.state import ServerState, load
@@ -186,6 +187,23 @@ def test_a_taken_port_is_refused() -> None:
         Ports(api=taken, store=taken).resolve()
     with pytest.raises(UserError, match="deals out itself"):
         Ports(ray_client=10500).resolve()
+
+
+def test_one_server_at_a_time_connects_to_its_ray() -> None:
+    """Two that do so at once may be given the same port by their Rays, and both listen there."""
+    order = []
+
+    def later() -> None:
+        with launch._turn(time.monotonic() + 300):
+            order.append("later")
+
+    with launch._turn(time.monotonic() + 300):
+        waiting = Thread(target=later)
+        waiting.start()
+        time.sleep(0.5)
+        order.append("first")
+    waiting.join()
+    assert order == ["first", "later"]
 
 
 def test_a_recycled_pid_is_left_alone() -> None:
