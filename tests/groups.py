@@ -8,10 +8,11 @@ from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = {
     "tests/ndif/test_engine.py": "one NDIF server",
+    "tests/ndif/test_kills.py": "one NDIF server",
     "tests/ndif/test_mixed.py": "one NDIF server",
     "tests/ndif/test_server.py": "one NDIF server",
 }
-"""Files that share something that one worker should make alone."""
+"""Files that share a server, or whose servers, of some GB each, should not all run at once."""
 
 FAMILIES = "tests/numeric/test_families.py"
 """Here a model family is a group: its model is made and opened once."""
