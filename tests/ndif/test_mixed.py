@@ -11,7 +11,7 @@ from test_engine import on, project_of
 
 from nnsweep.ndif.state import ServerState
 from nnsweep.tables import read_json, read_table, write_table
-from workflow.project import NO_FIGURES, Done, Project
+from workflow.project import Done, Project
 
 Plain = dict[str, Any]
 VALUES = "results/tiny/mixed/values.parquet"
@@ -25,7 +25,7 @@ QUICK = "{connect_s: 3, attempts: 1, pause_s: 1}"
 
 @dataclass
 class Mixed:
-    """A mixed run that is finished, figures left out."""
+    """A mixed run that is finished."""
 
     project: Project
     done: Done
@@ -43,7 +43,7 @@ def mixed(
     asked = project.run(CALIBRATED, env=env, cores=3, **SHARES)
     assert asked.code == 0, asked.out
     assert " on engine mixed" not in asked.out
-    done = project.run(*NO_FIGURES, env=env, cores=3, **SHARES)
+    done = project.run(env=env, cores=3, **SHARES)
     assert done.code == 0, done.out
     return Mixed(project, done)
 
@@ -120,7 +120,7 @@ def test_it_is_told_who_computed_what(mixed: Mixed) -> None:
 def test_a_second_run_does_nothing_whatever_the_share(mixed: Mixed) -> None:
     for share in ("0.5", "1"):
         how = f"{{ndif_share: {share}, calibration_points: 2}}"
-        again = mixed.project.run(*NO_FIGURES, env=on(NOWHERE), cores=3, **SHARES | {"mixed": how})
+        again = mixed.project.run(env=on(NOWHERE), cores=3, **SHARES | {"mixed": how})
         assert again.idle, again.out
 
 

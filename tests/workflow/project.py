@@ -56,9 +56,6 @@ SWEEP: dict[str, Any] = {
 CUT = {"batch_rows": 3, "chunk_passes": 6}
 """One point a pass."""
 
-NO_FIGURES = ("--omit-from", "plot_measures")
-"""Everything that rule all asks for but the figures."""
-
 
 @dataclass
 class Done:

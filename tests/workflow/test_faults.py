@@ -10,7 +10,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from workflow.project import NO_FIGURES, Done, Project, digest, finish, times
+from workflow.project import Done, Project, digest, finish, times
 
 TARGET = "results/tiny/local/values.parquet"
 
@@ -108,7 +108,7 @@ def test_a_deleted_part_runs_again_alone(finished, copied):
     first, second = copied.parts()
     copied.parts()[second].unlink()
     before = times({first: copied.parts()[first]})
-    done = copied.run(*NO_FIGURES)
+    done = copied.run()
     assert done.code == 0, done.out
     assert done.jobs("run_chunk") == done.jobs("merge_chunks") == 1
     assert done.jobs("prepare_prompts") == done.jobs("expand_sweep") == 0

@@ -5,7 +5,7 @@ import json
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from workflow.project import NO_FIGURES, ROWS, SWEEP, Project, times
+from workflow.project import ROWS, SWEEP, Project, times
 
 TARGET = "results/tiny/local/values.parquet"
 
@@ -96,13 +96,13 @@ def test_another_name_runs_nothing(finished, copied):
     Nothing is taken away from the first sweep.
     """
     copied.write_sweep(name="other")
-    done = copied.run(*NO_FIGURES, sweep="other")
+    done = copied.run(sweep="other")
     assert done.code == 0, done.out
     assert "Running chunk" not in done.out
     assert "3 finished parts of other sweeps serve here" in done.out + log_of(copied, "other")
     values = copied / "results/other/local/values.parquet"
     assert values.read_bytes() == finished.values.read_bytes()
-    assert copied.run(*NO_FIGURES, sweep="other").idle
+    assert copied.run(sweep="other").idle
     assert copied.run().idle
     copied.write_sweep(name="third")
     assert copied.run("results/third/plan.json", sweep="third", threads=2).code == 0
