@@ -32,7 +32,7 @@ from nnsweep.engines.ndif import NdifEngine, pack, pack_probe
 from nnsweep.errors import UserError
 from nnsweep.expansion import load_vector
 from nnsweep.jobs import budget_of, open_engine, run_chunk
-from nnsweep.models import locate, model_key, open_model
+from nnsweep.models import model_key, open_model
 from nnsweep.ndif import preflight, server, transport
 from nnsweep.ndif.state import ServerState
 from nnsweep.ndif.transport import Deadlines
@@ -571,23 +571,18 @@ def test_a_trusted_server_estimates_as_this_machine_does(
     tiny: Plain,
     local: Any,
     tokenizer: Any,
-    ndif_python: Path,
+    serve_hasty: Callable[[bool], tuple[ServerState, Path]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    where = tmp_path / "trusted"
-    how: Plain = {"python": ndif_python, "trusted": True, "sandbox_pool": 1}
-    state = server.serve(str(locate(tiny)), state_dir=where, **how)
-    try:
-        client_of(state.host, monkeypatch)
-        served = preflight.check(tiny, CONFIG, gradients=True)
-        engine = NdifEngine(tiny, served, tmp_path / "jobs", budget_of(CONFIG))
-        chunk = chunk_of(tiny, tokenizer, tmp_path, measures=ESTIMATED)
-        ours, theirs = local.run(chunk, quiet), engine.run(chunk, quiet)
-        assert float((ours.values - theirs.values).abs().max()) < 1e-4
-        assert float(ours.values[:, 1].abs().max()) > 1e-2
-    finally:
-        server.stop(where)
+    state, _ = serve_hasty(True)
+    client_of(state.host, monkeypatch)
+    served = preflight.check(tiny, CONFIG, gradients=True)
+    engine = NdifEngine(tiny, served, tmp_path / "jobs", budget_of(CONFIG))
+    chunk = chunk_of(tiny, tokenizer, tmp_path, measures=ESTIMATED)
+    ours, theirs = local.run(chunk, quiet), engine.run(chunk, quiet)
+    assert float((ours.values - theirs.values).abs().max()) < 1e-4
+    assert float(ours.values[:, 1].abs().max()) > 1e-2
 
 
 def test_a_run_that_goes_on_sends_nothing_that_is_finished(

@@ -6,10 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 import torch
@@ -114,21 +113,18 @@ def test_everything_listens_on_the_loopback_address_only(ndif_server: ServerStat
 def test_a_second_server_ends_long_requests_and_can_be_stopped_after_a_crash(
     ndif_server: ServerState,
     ndif_state_dir: Path,
-    ndif_python: Path,
-    tmp_path: Path,
+    serve_hasty: Callable[[bool], tuple[ServerState, Path]],
     offline: None,
     trusted: bool,
 ) -> None:
     """Beside the first: a request that takes too long leaves the model usable; then a crash."""
-    model = ndif_server.settings.model
-    how: dict[str, Any] = {"trusted": trusted, "execution_timeout_s": 12, "sandbox_pool": 1}
-    state = server.serve(model, state_dir=tmp_path, python=ndif_python, **how)
-    assert server.status(tmp_path)["deployment"]["trusted"] == trusted
-    client = _client(model, state.host)
+    state, where = serve_hasty(trusted)
+    assert server.status(where)["deployment"]["trusted"] == trusted
+    client = _client(state.settings.model, state.host)
     with pytest.raises(Exception, match="exceeded the execution timeout of 12"):
         _work_for(client, 60.0)
     assert _work_for(client, 0.0) == "done"
-    _check_that_a_crashed_server_can_be_stopped(state, tmp_path)
+    _check_that_a_crashed_server_can_be_stopped(state, where)
     assert server.status(ndif_state_dir)["running"]
 
 
