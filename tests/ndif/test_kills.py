@@ -75,11 +75,12 @@ def run_until(project: Project, state: ServerState, name: str) -> Done:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     victims = part_of(state, name)
-    assert victims
     for victim in victims:
         if processes.alive(victim):
             os.kill(victim.pid, signal.SIGKILL)
-    return finish(process)
+    done = finish(process)
+    assert victims, done.out
+    return done
 
 
 @pytest.mark.parametrize("name", ["api", "redis", "actor"])

@@ -72,7 +72,7 @@ def test_the_kernel_uses_torch_alone():
 
 def test_measures_use_torch_beside_the_standard_library():
     outside = {name.split(".")[0] for name in imported(tree_of(measures))}
-    assert outside == {"collections", "dataclasses", "math", "torch"}
+    assert outside == {"__future__", "collections", "dataclasses", "math", "torch", "typing"}
 
 
 def test_there_are_traces_to_check(traced):
