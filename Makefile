@@ -7,6 +7,7 @@ SOURCES := $(shell find src -name '*.py') pyproject.toml
 # Idle OpenMP threads that spin take the core from a neighbour; see docs/performance.md.
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+TESTS := tests/ndif tests/workflow tests/numeric tests/unit # what takes long comes first
 SNAKEMAKE := PATH="$(BIN):$$PATH" snakemake
 
 .DEFAULT_GOAL := help
@@ -49,8 +50,7 @@ ndif-env: .venv-ndif/deps ## Install the environment of `nnsweep ndif serve`
 	@touch $@
 
 test: .venv/nnsweep .venv/dev .venv-ndif/deps ## Run all tests
-	@PATH="$(BIN):$$PATH" $(PY) -m pytest --numprocesses 2 tests/unit tests/numeric
-	@PATH="$(BIN):$$PATH" $(PY) -m pytest tests/workflow tests/ndif
+	@PATH="$(BIN):$$PATH" $(PY) -m pytest --numprocesses 2 $(TESTS)
 
 lint: .venv/nnsweep .venv/dev ## Format and type checks, snakefmt, snakemake --lint
 	@$(BIN)/ruff format --check src scripts tests bench envs

@@ -216,13 +216,13 @@ def measured(command, folder):
     return seconds, usage.ru_maxrss * 1024
 
 
-def measure_steps(scratch, points, top_k):
+def measure_steps(scratch, points, top_k, steps):
     """step -> (seconds, bytes) at one size, and how many jobs the plan has."""
     folder = project_of(scratch / str(points), points, top_k)
     prepared = f"results/{NAME}/plan.json"
     measured(snakemake(folder, prepared, "--cores", "2"), folder)
     found = {}
-    for step in STEPS:
+    for step in steps:
         if step == "merge":
             measured([sys.executable, str(Path(__file__).resolve()), "--step", "parts"], folder)
         # Planned again, every part is there and is taken.
@@ -261,7 +261,7 @@ def step_lines(sizes):
     heads = [f"{points:,} points, {jobs} jobs" for points, (_, jobs) in sizes.items()]
     yield row(["step", *(f"{head}: {what}" for head in heads for what in ("seconds", "peak"))])
     yield row(["---"] * (1 + 2 * len(heads)))
-    for step in STEPS:
+    for step in next(iter(sizes.values()))[0]:
         cells = [found[step] for found, _ in sizes.values()]
         told = [text for s, peak in cells for text in (f"{s:.1f}", f"{peak / 1e6:.0f} MB")]
         yield row([step, *told])
@@ -283,6 +283,7 @@ def main():
     parser.add_argument(
         "--jobs-of", type=int, default=1000, help="points of Snakemake's run; 0: no"
     )
+    parser.add_argument("--steps", nargs="*", default=STEPS, help="these alone, in this order")
     parser.add_argument("--top-k", type=int, default=0, help="a list of tokens as a third measure")
     parser.add_argument("--keep", type=Path, help="an empty folder for the projects")
     parser.add_argument("--step", help=argparse.SUPPRESS)
@@ -293,7 +294,8 @@ def main():
     with tempfile.TemporaryDirectory() as passing:
         scratch = given.keep or passing
         sizes = {
-            points: measure_steps(Path(scratch), points, given.top_k) for points in given.points
+            points: measure_steps(Path(scratch), points, given.top_k, given.steps)
+            for points in given.points
         }
         if sizes:
             print("\n".join(step_lines(sizes)), flush=True)

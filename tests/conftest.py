@@ -20,6 +20,15 @@ settings.register_profile(
 )
 settings.load_profile("nnsweep")
 
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests that share a server, a run or a model stay in one worker."""
+    from groups import Groups
+
+    return Groups(config, log)
+
+
 REAL = {"id": "smollm2-135m", "revision": None, "dtype": "float32", "attention": "sdpa"}
 
 

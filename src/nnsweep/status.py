@@ -74,14 +74,10 @@ class Status:
             return None
         return (self.passes - self.passes_done) / self.rate / max(1, len(self.of("started")))
 
-    def total(self, name: str) -> int:
-        """Sum of a number over the sessions of finished chunks."""
-        return sum(session[name] for fact in self.facts for session in fact["sessions"])
-
     @property
-    def sessions(self) -> int:
-        """Sessions of finished chunks."""
-        return sum(len(fact["sessions"]) for fact in self.facts)
+    def requests(self) -> list[Plain]:
+        """Sessions of finished chunks that were sent to a server; local ones sent nothing."""
+        return [one for fact in self.facts for one in fact["sessions"] if one["payload_bytes"]]
 
 
 def share(said: str) -> float:
@@ -170,7 +166,7 @@ def lines(status: Status) -> Iterator[str]:
         f"{len(failed)} failed"
     )
     yield f"  passes     {status.passes_done:.0f} of {status.passes}{_pace(status)}"
-    if status.total("payload_bytes"):
+    if status.requests:
         yield f"  sessions   {_remote(status)}"
     for chunk in [*failed, *status.of("started")]:
         yield f"  {chunk.name}  {_told(chunk)}"
@@ -187,9 +183,10 @@ def _pace(status: Status) -> str:
 
 
 def _remote(status: Status) -> str:
-    retries = status.total("attempts") - status.sessions
-    sent, home = status.total("payload_bytes") / 1e3, status.total("result_bytes") / 1e3
-    return f"{status.sessions}, {retries} retries, {sent:.1f} kB sent, {home:.1f} kB home"
+    names = ("attempts", "payload_bytes", "result_bytes")
+    tries, sent, home = (sum(one[name] for one in status.requests) for name in names)
+    count = len(status.requests)
+    return f"{count}, {tries - count} retries, {sent / 1e3:.1f} kB sent, {home / 1e3:.1f} kB home"
 
 
 def _told(chunk: Chunk) -> str:

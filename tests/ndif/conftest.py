@@ -60,6 +60,24 @@ def tiny(tiny_model: Callable[..., Plain]) -> Plain:
 
 
 @pytest.fixture(scope="session")
+def serve_hasty(
+    ndif_python: Path, tiny: Plain, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[bool], tuple[ServerState, Path]]]:
+    """A factory of servers that end requests after 12 s, trusted or not; running ones are found."""
+    folders = {trusted: tmp_path_factory.mktemp(f"trusted-{trusted}") for trusted in (True, False)}
+
+    def serve(trusted: bool) -> tuple[ServerState, Path]:
+        how: Plain = {"trusted": trusted, "execution_timeout_s": 12, "sandbox_pool": 1}
+        where = folders[trusted]
+        model = str(models.locate(tiny))
+        return server.serve(model, state_dir=where, python=ndif_python, **how), where
+
+    yield serve
+    for where in folders.values():
+        server.stop(where)
+
+
+@pytest.fixture(scope="session")
 def deployed(ndif_server: ServerState, tiny: Plain) -> None:
     """The server deploys a model when it is first asked for."""
     with pytest.MonkeyPatch.context() as patch:

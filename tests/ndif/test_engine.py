@@ -31,7 +31,7 @@ from nnsweep.config import read_config
 from nnsweep.engines.ndif import NdifEngine, pack, pack_probe
 from nnsweep.errors import UserError
 from nnsweep.jobs import budget_of, open_engine, run_chunk
-from nnsweep.models import locate, model_key, open_model
+from nnsweep.models import model_key, open_model
 from nnsweep.ndif import preflight, server, transport
 from nnsweep.ndif.state import ServerState
 from nnsweep.ndif.transport import Deadlines
@@ -44,7 +44,7 @@ from nnsweep.vectors import load_vector
 from workflow.project import COLUMNS, ROWS, SWEEP, Done, Project, copy_workflow, finish
 
 Plain = dict[str, Any]
-CONFIG = read_config({"threads": 1, "ndif": {"pause_s": 0.05, "connect_s": 5}})
+CONFIG = read_config({"threads": 1, "ndif": {"pause_s": 0.05, "connect_s": 60}})
 MEASURES = SWEEP["measures"] | {"recovery": {"kind": "recovery", "of": "gap", "min_gap": 1.0}}
 WRITES = [
     {"site": "resid_post", "layer": "$layer", "position": "$position", "set": "donor"},
@@ -437,8 +437,8 @@ def journals(project: Project) -> list[Path]:
 
 
 def kill_when(process: subprocess.Popen[str], due: Callable[[], bool]) -> Done:
-    """SIGKILL to Snakemake and all its jobs at some moment, or after five minutes."""
-    deadline = time.monotonic() + 300
+    """SIGKILL to Snakemake and all its jobs at some moment, or after a quarter of an hour."""
+    deadline = time.monotonic() + 900
     while not due() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     if process.poll() is None:
@@ -571,22 +571,18 @@ def test_a_trusted_server_estimates_as_this_machine_does(
     tiny: Plain,
     local: Any,
     tokenizer: Any,
-    ndif_python: Path,
+    serve_hasty: Callable[[bool], tuple[ServerState, Path]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    where = tmp_path / "trusted"
-    state = server.serve(str(locate(tiny)), state_dir=where, python=ndif_python, trusted=True)
-    try:
-        client_of(state.host, monkeypatch)
-        served = preflight.check(tiny, CONFIG, gradients=True)
-        engine = NdifEngine(tiny, served, tmp_path / "jobs", budget_of(CONFIG))
-        chunk = chunk_of(tiny, tokenizer, tmp_path, measures=ESTIMATED)
-        ours, theirs = local.run(chunk, quiet), engine.run(chunk, quiet)
-        assert float((ours.values - theirs.values).abs().max()) < 1e-4
-        assert float(ours.values[:, 1].abs().max()) > 1e-2
-    finally:
-        server.stop(where)
+    state, _ = serve_hasty(True)
+    client_of(state.host, monkeypatch)
+    served = preflight.check(tiny, CONFIG, gradients=True)
+    engine = NdifEngine(tiny, served, tmp_path / "jobs", budget_of(CONFIG))
+    chunk = chunk_of(tiny, tokenizer, tmp_path, measures=ESTIMATED)
+    ours, theirs = local.run(chunk, quiet), engine.run(chunk, quiet)
+    assert float((ours.values - theirs.values).abs().max()) < 1e-4
+    assert float(ours.values[:, 1].abs().max()) > 1e-2
 
 
 def test_a_run_that_goes_on_sends_nothing_that_is_finished(

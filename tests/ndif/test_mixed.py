@@ -25,7 +25,7 @@ QUICK = "{connect_s: 3, attempts: 1, pause_s: 1}"
 
 @dataclass
 class Mixed:
-    """A mixed run that is finished, and the local run of the same plan."""
+    """A mixed run that is finished."""
 
     project: Project
     done: Done
@@ -48,10 +48,23 @@ def mixed(
     return Mixed(project, done)
 
 
+@pytest.fixture(scope="module")
+def compared(mixed: Mixed, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """The mixed run, and then the local run of the same plan."""
+    project = mixed.project.copy(tmp_path_factory.mktemp("compared") / "project")
+    local = project.run(LOCAL, **SHARES | {"engine": "local"})
+    assert local.code == 0, local.out
+    return project
+
+
 @pytest.fixture
 def calibrated(mixed: Mixed, tmp_path: Path) -> Project:
     """The project as it is when both sides have agreed and no chunk was shared out yet."""
-    project = mixed.project.copy(tmp_path / "project")
+    return without_chunks(mixed.project.copy(tmp_path / "project"))
+
+
+def without_chunks(project: Project) -> Project:
+    """Take away what both sides have computed after they agreed."""
     for part in (project.results / "mixed/chunks").iterdir():
         part.unlink()
     (project / VALUES).unlink()
@@ -64,14 +77,12 @@ def owners(project: Project) -> dict[str, str]:
     return {path.stem: read_json(path)["engine"] for path in parts}
 
 
-def test_both_sides_share_the_chunks_and_make_one_table(mixed: Mixed) -> None:
-    project = mixed.project
+def test_both_sides_share_the_chunks_and_make_one_table(compared: Project) -> None:
+    project = compared
     chunks = project.plan()["chunks"]
     sides = owners(project)
     assert set(sides) == set(chunks)
     assert sorted(sides.values()) == ["local", "local", "ndif", "ndif"]
-    local = project.run(LOCAL, **SHARES | {"engine": "local"})
-    assert local.code == 0, local.out
     assert (project / VALUES).read_bytes() == (project / LOCAL).read_bytes()
 
 
@@ -147,10 +158,9 @@ def test_a_server_that_is_gone_fails_its_chunks_unless_the_user_allows_more(
 
 
 def test_what_one_side_has_finished_before_is_taken_over(
-    calibrated: Project, ndif_server: ServerState
+    compared: Project, ndif_server: ServerState, tmp_path: Path
 ) -> None:
-    local = calibrated.run(LOCAL, **SHARES | {"engine": "local"})
-    assert local.code == 0, local.out
+    calibrated = without_chunks(compared.copy(tmp_path / "project"))
     how = "{ndif_share: 0, calibration_points: 2}"
     done = calibrated.run(VALUES, env=on(ndif_server.host), cores=3, **SHARES | {"mixed": how})
     assert done.code == 0, done.out

@@ -6,14 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 
 from nnsweep.errors import UserError
-from nnsweep.ndif import processes, server
+from nnsweep.ndif import launch, processes, server
 from nnsweep.ndif.ports import Ports, is_open
 from nnsweep.ndif.processes import Process
 from nnsweep.ndif.state import ServerState, load
@@ -112,22 +113,18 @@ def test_everything_listens_on_the_loopback_address_only(ndif_server: ServerStat
 def test_a_second_server_ends_long_requests_and_can_be_stopped_after_a_crash(
     ndif_server: ServerState,
     ndif_state_dir: Path,
-    ndif_python: Path,
-    tmp_path: Path,
+    serve_hasty: Callable[[bool], tuple[ServerState, Path]],
     offline: None,
     trusted: bool,
 ) -> None:
     """Beside the first: a request that takes too long leaves the model usable; then a crash."""
-    model = ndif_server.settings.model
-    state = server.serve(
-        model, state_dir=tmp_path, python=ndif_python, trusted=trusted, execution_timeout_s=8
-    )
-    assert server.status(tmp_path)["deployment"]["trusted"] == trusted
-    client = _client(model, state.host)
-    with pytest.raises(Exception, match="exceeded the execution timeout of 8"):
-        _work_for(client, 30.0)
+    state, where = serve_hasty(trusted)
+    assert server.status(where)["deployment"]["trusted"] == trusted
+    client = _client(state.settings.model, state.host)
+    with pytest.raises(Exception, match="exceeded the execution timeout of 12"):
+        _work_for(client, 60.0)
     assert _work_for(client, 0.0) == "done"
-    _check_that_a_crashed_server_can_be_stopped(state, tmp_path)
+    _check_that_a_crashed_server_can_be_stopped(state, where)
     assert server.status(ndif_state_dir)["running"]
 
 
@@ -141,7 +138,7 @@ def test_an_interrupted_start_leaves_nothing(
     time.sleep(2)
     state = load(tmp_path)
     child.send_signal(number)
-    child.wait(timeout=60)
+    child.wait(timeout=300)
     assert server.stop(tmp_path) == (number == signal.SIGKILL)
     assert _nothing_is_left(state)
 
@@ -186,6 +183,23 @@ def test_a_taken_port_is_refused() -> None:
         Ports(api=taken, store=taken).resolve()
     with pytest.raises(UserError, match="deals out itself"):
         Ports(ray_client=10500).resolve()
+
+
+def test_one_server_at_a_time_connects_to_its_ray() -> None:
+    """Two that do so at once may be given the same port by their Rays, and both listen there."""
+    order = []
+
+    def later() -> None:
+        with launch._turn(time.monotonic() + 300):
+            order.append("later")
+
+    with launch._turn(time.monotonic() + 300):
+        waiting = Thread(target=later)
+        waiting.start()
+        time.sleep(0.5)
+        order.append("first")
+    waiting.join()
+    assert order == ["first", "later"]
 
 
 def test_a_recycled_pid_is_left_alone() -> None:
@@ -293,7 +307,7 @@ def _serve_in_a_process(model: str, python: Path, state_dir: Path) -> subprocess
     return subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
 
-def _wait_until(true, timeout_s: float = 30.0) -> None:
+def _wait_until(true, timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, "waited too long"

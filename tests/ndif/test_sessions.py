@@ -62,7 +62,7 @@ def sessions(fake: FakeNdif, tmp_path: Path) -> Callable[..., Sessions]:
     """A factory: the sessions of a job that finds what an earlier one left in the folder."""
 
     def make(max_minutes: float = 45, **deadlines: float) -> Sessions:
-        limits = {"connect": 1, "queue": 30, "run": 30, "download": 30} | deadlines
+        limits = {"connect": 30, "queue": 30, "run": 30, "download": 30} | deadlines
         budget = Budget(Deadlines(**limits), TRIES, 0.01, max_minutes)
         return Sessions("a-model", pack, tmp_path / "journal", budget, said(tmp_path))
 
@@ -134,7 +134,7 @@ def test_what_fails_on_the_way_home_is_fetched_again_and_not_computed_again(
     """A result that was cut off is still on the server."""
     setattr(fake, phase, [fault])
     chunk = chunk_of()
-    check(sessions(connect=0.3).run(chunk), chunk)
+    check(sessions(connect=1).run(chunk), chunk)
     assert fake.posts == 1
 
 
@@ -191,7 +191,7 @@ def test_a_silent_server_costs_a_bounded_time(fake: FakeNdif, sessions: Any) -> 
     began = time.monotonic()
     with pytest.raises(Transient, match=r"request could not be sent .timed out"):
         sessions(connect=0.3).run(chunk_of())
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_a_preempted_job_is_not_submitted_again(
@@ -359,7 +359,7 @@ def run_and_kill(fake: FakeNdif, folder: Path, due: Callable[[], bool], **shape:
         env=environment(fake),
         stdout=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not due():
         assert process.poll() is None
         assert time.monotonic() < deadline

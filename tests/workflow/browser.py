@@ -49,7 +49,7 @@ class Browser:
 
     def _open(self, page: Path, *arguments: str) -> str:
         command = [*self.command, "--virtual-time-budget=10000", *arguments, page.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from nnsweep.ndif.ports import Ports
+
 PROGRAMS = (
     "setpriv",
     "munged",
@@ -93,7 +95,7 @@ class Cluster:
     def ask(self, *command: str) -> str:
         """The output of a SLURM command; empty when it failed."""
         done = subprocess.run(
-            command, env=os.environ | self.env, capture_output=True, text=True, timeout=30
+            command, env=os.environ | self.env, capture_output=True, text=True, timeout=120
         )
         return done.stdout if done.returncode == 0 else ""
 
@@ -131,7 +133,8 @@ def _start(cluster: Cluster) -> None:
         (folder / name).mkdir(parents=True)
     folder.chmod(0o755)
     values = {"host": socket.gethostname().split(".")[0], "user": getpass.getuser()}
-    ports = dict(zip(("controller", "node"), _free_ports(2), strict=True))
+    free = Ports().resolve()
+    ports = {"controller": free["api"], "node": free["store"]}
     size = {"cpus": CPUS, "memory": MEMORY_MB, "gpus": GPUS}
     (folder / "gres.conf").write_text(f"Name=gpu File=/dev/tty[1-{GPUS}]\n")
     (folder / "slurm.conf").write_text(CONF.format(folder=folder, **values, **ports, **size))
@@ -172,7 +175,7 @@ def _daemon(cluster: Cluster, *command: str) -> None:
         )
 
 
-def _wait(cluster: Cluster, holds, what: str, seconds: float = 30) -> None:
+def _wait(cluster: Cluster, holds, what: str, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
@@ -201,11 +204,3 @@ def _processes(cluster: Cluster) -> list[psutil.Process]:
             if process.environ().get("SLURM_CONF") == cluster.env["SLURM_CONF"]:
                 found.append(process)
     return [process for process in found if process.pid != os.getpid()]
-
-
-def _free_ports(number: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [server.getsockname()[1] for server in held]
-    for server in held:
-        server.close()
-    return ports

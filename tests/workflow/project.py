@@ -104,6 +104,12 @@ class Project:
         """plan.json of the tiny sweep."""
         return json.loads((self.results / "plan.json").read_text())
 
+    def unplan(self) -> None:
+        """Take the plan and all that ran away; the model and the prompts stay prepared."""
+        (self.results / "plan.json").unlink()
+        for name in ("chunks", "local"):
+            shutil.rmtree(self.results / name)
+
     def parts(self, engine: str = "local") -> dict[str, Path]:
         """The parts of the plan's chunks, null controls left out, by chunk id."""
         folder = self.results / engine / "chunks"
@@ -149,7 +155,7 @@ class Project:
         return finish(self.start(*arguments, cores=cores, env=env, **config))
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 300) -> Done:
+def finish(process: subprocess.Popen[str], seconds: float = 900) -> Done:
     """Wait for a command; whatever it said comes back."""
     try:
         out, _ = process.communicate(timeout=seconds)

@@ -1,10 +1,9 @@
 """Values given on the command line: the right type, or refused naming the key and the value."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
-from workflow.project import Done, command, copy_workflow, times
+from workflow.forks import dry_runs
+from workflow.project import Done, copy_workflow, times
 
 REFUSED = {
     # Cases that broke systems of this kind: what Snakemake makes of each is not what it looks like.
@@ -38,16 +37,11 @@ ACCEPTED = [
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory):
-    """A dry run with each pair (two at a time), and the folder they ran in."""
+    """A dry run with each pair, and the folder they ran in."""
     clone = copy_workflow(tmp_path_factory.mktemp("config") / "project")
-
-    def dry_run(pair: str) -> Done:
-        return command("snakemake", "-n", "--nocolor", "--config", pair, cwd=clone.root)
-
     pairs = [*REFUSED, *ACCEPTED]
-    with ThreadPoolExecutor(2) as pool:
-        found = dict(zip(pairs, pool.map(dry_run, pairs), strict=True))
-    return clone, found
+    found = dry_runs(clone.root, [("--config", pair) for pair in pairs])
+    return clone, dict(zip(pairs, found, strict=True))
 
 
 @pytest.mark.parametrize(("pair", "texts"), REFUSED.items(), ids=REFUSED)

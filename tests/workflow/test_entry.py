@@ -2,7 +2,8 @@
 
 import pytest
 
-from workflow.project import ROOT, Project, command, copy_workflow
+from workflow.forks import dry_runs
+from workflow.project import ROOT, Done, Project, copy_workflow
 
 SWEEPS = sorted(path.stem for path in (ROOT / "config" / "sweeps").glob("*.yaml"))
 
@@ -12,10 +13,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return copy_workflow(tmp_path_factory.mktemp("clone") / "project")
 
 
-def dry_run(clone: Project, *arguments: str):
-    done = command("snakemake", "-n", "--nocolor", *arguments, cwd=clone.root)
-    assert done.code == 0, done.out
-    return done
+@pytest.fixture(scope="module")
+def shipped(clone: Project) -> dict[str, Done]:
+    """A dry run of every shipped sweep."""
+    found = dry_runs(clone.root, [("--config", f"sweep={sweep}") for sweep in SWEEPS])
+    return dict(zip(SWEEPS, found, strict=True))
 
 
 def job_table(text: str) -> list[str]:
@@ -25,8 +27,8 @@ def job_table(text: str) -> list[str]:
 
 
 def test_both_entries_plan_the_same_jobs(clone):
-    front = dry_run(clone)
-    inner = dry_run(clone, "-s", "workflow/Snakefile")
+    front, inner = dry_runs(clone.root, [(), ("-s", "workflow/Snakefile")])
+    assert front.code == inner.code == 0, front.out + inner.out
     assert job_table(front.out) == job_table(inner.out)
     assert front.jobs("total") == inner.jobs("total") > 5
     assert front.jobs("all") == 1
@@ -35,7 +37,8 @@ def test_both_entries_plan_the_same_jobs(clone):
 
 
 @pytest.mark.parametrize("sweep", SWEEPS)
-def test_every_shipped_sweep_dry_runs(clone, sweep):
-    done = dry_run(clone, "--config", f"sweep={sweep}")
+def test_every_shipped_sweep_dry_runs(shipped, sweep):
+    done = shipped[sweep]
+    assert done.code == 0, done.out
     assert done.jobs("prepare_model") == done.jobs("expand_sweep") == 1
     assert f"results/{sweep}/local/summary.parquet" in done.out

@@ -56,7 +56,7 @@ def readable_parts(project: Project) -> set[str]:
 
 def kill_the_job(process: subprocess.Popen[str], log: Path) -> Done:
     """SIGKILL to the processes of the chunk's job, and not to Snakemake, once it has begun."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 900
     while not log.exists():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline

@@ -1,13 +1,13 @@
 """Hostile names from end to end: only the sweep's own files appear, and no shell reads a name."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from hostile import HOSTILE
+from workflow.forks import dry_runs
 from workflow.project import ROWS, SWEEP, Project, command, copy_workflow
 
 FOLDER = "pro ject $(touch escaped) `touch escaped` 'q'"
@@ -31,13 +31,8 @@ def tree(root: Path) -> set[str]:
 def test_hostile_settings_are_refused_and_write_nothing(tmp_path: Path):
     project = copy_workflow(tmp_path / "project")
     before = tree(tmp_path)
-
-    def dry_run(pair: str):
-        return command("snakemake", "-n", "--nocolor", "--config", pair, cwd=project.root)
-
-    with ThreadPoolExecutor(2) as pool:
-        found = dict(zip(PAIRS, pool.map(dry_run, PAIRS), strict=True))
-    for pair, done in found.items():
+    found = dry_runs(project.root, [("--config", pair) for pair in PAIRS])
+    for pair, done in zip(PAIRS, found, strict=True):
         assert done.code != 0, pair
         assert "Traceback" not in done.out, done.out
         assert done.jobs("total") == 0
@@ -53,7 +48,9 @@ def hostile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Project:
     rows = [(row_id, *row[1:]) for row_id, row in zip(ids, ROWS, strict=False)]
     project.write_prompts(rows)
     (project / "config/prompts/tiny.csv").rename(project / PROMPTS)
-    project.write_sweep(model={"id": MODEL}, prompts=SWEEP["prompts"] | {"file": PROMPTS})
+    prompts = SWEEP["prompts"] | {"file": PROMPTS}
+    measures = {"gap": SWEEP["measures"]["gap"]}
+    project.write_sweep(model={"id": MODEL}, prompts=prompts, measures=measures)
     before = tree(project.root.parent)
     done = project.run()
     assert done.code == 0, done.out

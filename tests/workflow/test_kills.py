@@ -125,7 +125,7 @@ def test_a_job_killed_at_any_moment_loses_its_own_chunk_alone(finished, half, dy
 
 
 def wait_until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 900
     while not true():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
@@ -146,7 +146,7 @@ def test_snakemake_killed_alone_says_how_to_go_on(finished, half):
     assert "--unlock" in locked.out
     assert project.run("--unlock").code == 0
     resumes(project, finished, kept, 0, 1)
-    psutil.wait_procs(orphans, timeout=60)
+    psutil.wait_procs(orphans, timeout=600)
     assert digest(project.values) == digest(finished.values)
 
 
@@ -231,18 +231,18 @@ def test_a_file_that_may_not_grow_is_one_line(half, tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".json", ".parquet"])
-@pytest.mark.parametrize("left", [0, 60])
-def test_a_damaged_file_is_named_and_made_anew(finished, copied, ending, left):
+def test_a_damaged_file_is_named_and_made_anew(finished, copied, ending):
     first, second = copied.parts()
     path = copied.parts()[first].with_suffix(ending)
-    path.write_bytes(path.read_bytes()[:left])
     kept = times({second: copied.parts()[second]})
-    done = copied.run(TARGET)
-    assert done.code != 0
-    (line,) = [line for line in done.out.splitlines() if line.startswith("nnsweep: ")]
-    assert str(path.relative_to(copied.root)) in line
-    assert "Delete it and run again" in line
-    assert "Traceback" not in done.out
+    for left in (60, 0):
+        path.write_bytes(path.read_bytes()[:left])
+        done = copied.run(TARGET)
+        assert done.code != 0
+        (line,) = [line for line in done.out.splitlines() if line.startswith("nnsweep: ")]
+        assert str(path.relative_to(copied.root)) in line
+        assert "Delete it and run again" in line
+        assert "Traceback" not in done.out
     path.unlink()
     resumes(copied, finished, kept, 1)
 

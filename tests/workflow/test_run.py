@@ -125,9 +125,7 @@ def test_a_second_run_and_a_moved_folder_find_nothing_to_do(copied, tmp_path):
 
 def test_one_core_and_one_large_chunk_give_the_same_bytes(finished, copied):
     """From the plan on: what was decided before stays, what ran is thrown away."""
-    (copied.results / "plan.json").unlink()
-    for path in sorted((copied.results / "local").rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
+    copied.unplan()
     done = copied.run(cores=1, chunk_passes=1000)
     assert done.code == 0, done.out
     assert len(copied.plan()["chunks"]) == 1

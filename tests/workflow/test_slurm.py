@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from workflow.cluster import Cluster, Job, slurm
-from workflow.project import Done, Project, copy_workflow, digest, environment
+from workflow.project import Done, Project, digest, environment
 
 TARGET = "results/tiny/local/values.parquet"
 SIDE_BY_SIDE = 4
-SECONDS = 240
+SECONDS = 900
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +85,10 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def submitted(cluster: Cluster, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def submitted(cluster: Cluster, finished: Project, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The tiny sweep on the cluster, one chunk's job cancelled while it ran."""
-    project = copy_workflow(tmp_path_factory.mktemp("submitted") / "project", model)
+    project = finished.copy(tmp_path_factory.mktemp("submitted") / "project")
+    project.unplan()
     process = submit(project, cluster)
     most, killed = 0, None
     for jobs in watch(project, cluster, process):

@@ -120,27 +120,31 @@ def test_a_terminal_gets_a_bar(copied):
     assert "%" not in plain.getvalue()
 
 
-def test_watching_a_real_run_ends_when_it_is_finished(copied):
+def test_watching_a_real_run_ends_when_it_is_finished(copied, tmp_path):
     name = lose(copied, None)
     copied.values.unlink()
-    watching = subprocess.Popen(
-        [BIN / "nnsweep", "status", FOLDER, "--watch", "--every", "0.2"],
-        cwd=copied.root,
-        env=environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    said = tmp_path / "said"
+    with said.open("wb") as stream:
+        watching = subprocess.Popen(
+            [BIN / "nnsweep", "status", FOLDER, "--watch", "--every", "0.2"],
+            cwd=copied.root,
+            env=environment() | {"PYTHONUNBUFFERED": "1"},
+            stdout=stream,
+            stderr=stream,
+        )
+    while "1 waiting" not in said.read_text():
+        assert watching.poll() is None, said.read_text()
+        time.sleep(0.05)
     ran = finish(copied.start(f"{FOLDER}/values.parquet"))
     assert ran.code == 0, ran.out
-    seen = finish(watching, 30)
-    assert seen.code == 0, seen.out
-    heads = [line for line in seen.out.splitlines() if line.startswith(FOLDER)]
+    assert watching.wait(60) == 0
+    seen = said.read_text()
+    heads = [line for line in seen.splitlines() if line.startswith(FOLDER)]
     assert "2 of 3 chunks done, 0 started, 1 waiting" in heads[0]
     assert any("2 of 3 chunks done, 1 started, 0 waiting" in head for head in heads)
     assert "3 of 3 chunks done" in heads[-1]
-    assert f"  {name}  " in seen.out
-    assert seen.out.rstrip().endswith("finished")
+    assert f"  {name}  " in seen
+    assert seen.rstrip().endswith("finished")
 
 
 @pytest.mark.parametrize(

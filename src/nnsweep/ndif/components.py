@@ -214,6 +214,9 @@ def _plumbing(state: ServerState, layout: Layout) -> dict[str, str]:
         # There is no other node that running work could be drained to.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Else Ray kills the controller and the model when this machine's memory is nearly full,
+        # whoever fills it; nothing else would take their place.
+        "RAY_memory_monitor_refresh_ms": "0",
         "GRPC_ENABLE_FORK_SUPPORT": "0",
     }
 

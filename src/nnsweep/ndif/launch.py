@@ -1,12 +1,14 @@
 """Bring the parts of a local server up, in order, until a trace has gone through it."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from nnsweep.ndif.processes import MARKER, alive, spawn
 from nnsweep.ndif.state import ServerState, save
 
 _POLL_S = 0.2
+_TURN = "\0nnsweep-ndif-start"
 
 
 def bring_up(
@@ -47,14 +50,34 @@ def bring_up(
     progress("starting Ray")
     launch.start("ray", components.ray_command)
     launch.wait_for("ray", launch.ray_answers)
-    progress("starting the controller and the API")
-    # Together, since both spend most of their start in importing.
-    launch.start("api", components.api_command)
-    launch.run_controller()
-    launch.wait_for("api", launch.api_answers)
+    with _turn(deadline):
+        progress("starting the controller and the API")
+        # Together, since both spend most of their start in importing.
+        launch.start("api", components.api_command)
+        launch.run_controller()
+        launch.wait_for("api", launch.api_answers)
     progress(f"deploying {state.settings.model} and sending it one trace")
     launch.run_probe()
     return launch.finish()
+
+
+@contextmanager
+def _turn(deadline: float) -> Iterator[None]:
+    """Let no other server of this machine connect its API to its Ray meanwhile.
+
+    Ray gives each connection the first of ports 23000-23999 that nothing listens on, and a process
+    that listens there only seconds later. Two Rays that do so at once take the same port, which
+    gRPC lets both have, and requests of one server end up on the other. The lock is a name that is
+    gone with the process that has it; after the deadline the wait for the API says what is wrong.
+    """
+    with socket.socket(socket.AF_UNIX) as lock:
+        while time.monotonic() < deadline:
+            try:
+                lock.bind(_TURN)
+                break
+            except OSError:
+                time.sleep(_POLL_S)
+        yield
 
 
 def fetch(url: str, *, timeout_s: float) -> bytes | None:

@@ -1,8 +1,9 @@
 """The loopback ports of a local server: given, or free ones."""
 
 import dataclasses
+import random
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from nnsweep.errors import UserError
@@ -12,6 +13,10 @@ HOST = "127.0.0.1"
 
 # Ray hands these out itself: to its workers, and to the servers of its clients.
 _RAY_RANGES = (range(10002, 20000), range(23000, 24000))
+
+# Below the numbers that the kernel deals out: a port is claimed seconds before its server binds
+# it, and until then any connection or listener on this machine may be given one of those.
+_QUIET = range(24000, 32768)
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,11 @@ def _claim(held: ExitStack, name: str, number: int | None) -> int:
 
 
 def _claim_any(held: ExitStack) -> int:
-    while True:
-        number = _bind(held, 0)
-        if not any(number in taken for taken in _RAY_RANGES):
-            return number
+    # Not the seeded generator: two processes with one seed would claim the same ports.
+    for number in random.SystemRandom().sample(_QUIET, len(_QUIET)):
+        with suppress(OSError):
+            return _bind(held, number)
+    raise UserError("no port from 24000 to 32767 is free on this machine")
 
 
 def _bind(held: ExitStack, number: int) -> int:
