@@ -14,6 +14,7 @@ from typing import Any
 from nnsweep import SEMANTICS
 from nnsweep.chunks import in_order
 from nnsweep.config import ENGINES, Config
+from nnsweep.errors import NnsweepError
 from nnsweep.provenance import versions
 from nnsweep.reuse import Earlier
 from nnsweep.tables import read_json, write_atomically
@@ -47,7 +48,10 @@ class Store:
                 SEMANTICS,
             )
         for other in self._others():
-            found += [one for one in self._chunks(other) if one.finished]
+            try:
+                found += [one for one in self._chunks(other) if one.finished]
+            except NnsweepError as error:
+                logger.warning("what %s has finished is left aside: %s", other.name, error)
         return found
 
     def _others(self) -> list[Path]:
@@ -73,10 +77,14 @@ class Store:
         part, facts = _files(folder, engine, name)
         if not (part.exists() and facts.exists()):
             return False
-        return own or self._made_alike(read_json(facts))
+        return own or self._made_alike(facts)
 
-    def _made_alike(self, facts: Plain) -> bool:
+    def _made_alike(self, path: Path) -> bool:
         """Versions are the same; on this machine also threads and, if one was named, device."""
+        try:
+            facts = read_json(path)
+        except NnsweepError:
+            return False  # It is no loss here; the sweep that it belongs to will say so.
         if facts["versions"] != self.versions:
             return False
         device = self.config.device in ("auto", facts["device"])

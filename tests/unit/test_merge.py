@@ -501,6 +501,18 @@ def test_of_two_chunks_that_hold_a_value_one_gives_it(growing):
     assert table.read_bytes() == fresh(growing).read_bytes()
 
 
+@pytest.mark.parametrize(("place", "values"), [("chunks", 0), ("local/chunks", 30)])
+def test_a_damaged_file_of_another_sweep_is_no_obstacle(growing, place, values, caplog):
+    """Chunks planned anew have the same names, so that their parts serve all the same."""
+    growing.run()
+    for path in (growing.results / place).glob("*.json"):
+        path.write_text(path.read_text()[:40])
+    ran, _, table = growing.run(name="copy")
+    assert ran == values
+    assert table.read_bytes() == fresh(growing).read_bytes()
+    assert ("what results has finished is left aside" in caplog.text) == (place == "chunks")
+
+
 @pytest.mark.parametrize("change", [{"threads": 7}, {"versions": {"torch": "0"}}])
 def test_what_was_made_otherwise_is_not_taken_from_another_sweep(growing, change):
     growing.run()
