@@ -1,5 +1,6 @@
 """Engine `mixed` on a real server: both sides agree first, then they share the chunks."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,23 @@ NOWHERE = "http://127.0.0.1:9"
 HALF = "{calibration_points: 2}"
 SHARES: Plain = {"engine": "mixed", "batch_rows": 3, "chunk_passes": 3, "mixed": HALF}
 QUICK = "{connect_s: 3, attempts: 1, pause_s: 1}"
+
+
+HOOK = '''
+"""Kill every job that opens the local engine."""
+import os
+import signal
+import sys
+
+
+class Killer:
+    def find_spec(self, name, path=None, target=None):
+        if name == "nnsweep.engines.local":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+sys.meta_path.insert(0, Killer())
+'''
 
 
 @dataclass
@@ -167,3 +185,19 @@ def test_what_one_side_has_finished_before_is_taken_over(
     logs = [path.read_text() for path in (calibrated / "logs/tiny/run_chunk/mixed").iterdir()]
     assert sum("engine local has finished this chunk before" in log for log in logs) == 4
     assert (calibrated / VALUES).read_bytes() == (calibrated / LOCAL).read_bytes()
+
+
+def test_a_side_that_is_killed_leaves_its_chunks_to_the_other(
+    calibrated: Project, mixed: Mixed, ndif_server: ServerState, tmp_path: Path
+) -> None:
+    """As a machine without memory does it: no word, only a dead process."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(HOOK)
+    path = os.pathsep.join(filter(None, [str(hook), os.environ.get("PYTHONPATH")]))
+    env = on(ndif_server.host) | {"PYTHONPATH": path}
+    allowed = "{calibration_points: 2, fallback: true}"
+    done = calibrated.run(VALUES, env=env, cores=3, **SHARES | {"mixed": allowed})
+    assert done.code == 0, done.out
+    assert set(owners(calibrated).values()) == {"ndif"}
+    assert (calibrated / VALUES).read_bytes() == (mixed.project / VALUES).read_bytes()

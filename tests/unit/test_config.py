@@ -1,8 +1,10 @@
 """Settings as `--config KEY=VALUE` gives them: taken with the right type, or refused by name."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nnsweep.config import Config, read_config
+from nnsweep.config import Config, Mixed, read_config
 from nnsweep.errors import UserError
 
 TYPED = [
@@ -88,3 +90,19 @@ def test_nothing_given_is_the_default():
 def test_settings_cannot_be_changed_once_read():
     with pytest.raises(ValueError, match="frozen"):
         read_config({}).threads = 3
+
+
+@given(st.floats(0, 1), st.integers(1, 500))
+def test_ndif_gets_its_share_of_any_plan(share, chunks):
+    mixed = Mixed(ndif_share=share)
+    sides = [mixed.side(place) for place in range(chunks)]
+    assert set(sides) <= {"local", "ndif"}
+    assert abs(sides.count("ndif") - share * chunks) <= 1
+
+
+def test_the_other_side_has_the_second_try_where_that_is_allowed():
+    place = next(n for n in range(9) if Mixed().side(n) == "ndif")
+    assert [Mixed().side(place, attempt) for attempt in (1, 2)] == ["ndif", "ndif"]
+    allowed = Mixed(fallback=True)
+    assert [allowed.side(place, attempt) for attempt in (1, 2, 3)] == ["ndif", "local", "ndif"]
+    assert allowed.side(place - 1, 2) == "ndif"
