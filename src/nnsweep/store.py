@@ -63,6 +63,9 @@ class Store:
         if not (folder / "plan.json").exists():
             return
         plan, own = read_json(folder / "plan.json"), folder == self.results
+        if "calibration" not in plan:
+            logger.warning("%s: the plan of an earlier nnsweep is left aside", folder.name)
+            return
         lying = sorted(path.stem for path in (folder / "chunks").glob("*.json"))
         planned = [*in_order(plan), *filter(None, [plan["controls"]])]
         for name in [*planned, *(name for name in lying if name not in planned)]:

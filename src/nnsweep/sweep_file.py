@@ -31,8 +31,12 @@ def size_line(sweep: Sweep, model: Path) -> str:
     """One line before anything runs: how many points, as far as that can be known."""
     described: Plain = read_json(model) if model.exists() else {"id": None}
     if described["id"] == sweep.model.id:
-        points = expand(sweep, limits_of(described["shape"]))
-        return f"{sweep.name}: {len(points)} points"
+        try:
+            limits = limits_of(described["shape"])
+        except KeyError:
+            pass  # An earlier nnsweep described the model with less; its rule does so anew.
+        else:
+            return f"{sweep.name}: {len(expand(sweep, limits))} points"
     axes = " x ".join(f"{name} ({_count(axis)})" for name, axis in sweep.axes.items()) or "no axes"
     return f"{sweep.name}: {axes}; points are counted once the model is prepared"
 

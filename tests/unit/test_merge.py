@@ -27,7 +27,7 @@ from nnsweep.merge import merge_chunks, sample_values, texts, token_lists
 from nnsweep.parts import read_part
 from nnsweep.provenance import versions
 from nnsweep.sweep import axis_kinds
-from nnsweep.sweep_file import read_sweep
+from nnsweep.sweep_file import read_sweep, size_line
 from nnsweep.tables import (
     part_schema,
     read_json,
@@ -499,6 +499,21 @@ def test_of_two_chunks_that_hold_a_value_one_gives_it(growing):
     assert ran == 2  # Of one chunk less than half was left to take.
     assert any(part.values < len(keys_of(part.chunk)) for part in plan.parts)
     assert table.read_bytes() == fresh(growing).read_bytes()
+
+
+def test_the_plan_of_an_earlier_nnsweep_is_no_obstacle(growing, caplog):
+    write_json(growing.results / "plan.json", {"chunks": {"a" * 16: []}, "controls": None})
+    assert growing.run()[0] == 30
+    assert "the plan of an earlier nnsweep is left aside" in caplog.text
+
+
+def test_the_model_of_an_earlier_nnsweep_is_no_obstacle(tmp_path):
+    """Before it is described anew, the line that says how large a sweep is knows less."""
+    model = model_of()
+    model["shape"] = {name: model["shape"][name] for name in ("layers", "heads")}
+    write_json(tmp_path / "model.json", model)
+    line = size_line(sweep_of(model={"id": model["id"]}), tmp_path / "model.json")
+    assert "points are counted once the model is prepared" in line
 
 
 @pytest.mark.parametrize(("place", "values"), [("chunks", 0), ("local/chunks", 30)])
