@@ -14,12 +14,9 @@ from nnsweep import SEMANTICS
 from nnsweep.chunks import (
     in_session,
     inert_rows,
-    joined,
     keys_of,
-    pass_ids,
     refs,
     slices,
-    with_points,
 )
 from nnsweep.edits import Edits, edit_positions
 from nnsweep.errors import UserError
@@ -40,6 +37,7 @@ from nnsweep.planned import (
 from nnsweep.prompts import PromptRow
 from nnsweep.reuse import Earlier, kept_controls, reuse
 from nnsweep.row_places import last_of, place_of
+from nnsweep.samples import for_parity, sample
 from nnsweep.sites import limits_of
 from nnsweep.sweep import Sweep, position_spec, uses_donor, watched_positions
 from nnsweep.sweep_words import BETWEEN
@@ -94,7 +92,7 @@ def make_plan(
         found.inert + inert_rows(new),
         controls,
         kept.names if kept else _own_names(controls),
-        sample(points, [part for part in parts if part.whole], _some(settings, points)),
+        for_parity(points, parts, settings.parity_points),
         sample(points, parts, min(settings.calibration_points, len(points))),
     )
 
@@ -389,39 +387,6 @@ class Context:
         touched = min((min(place) for place in places if place), default=0)
         same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*ids, strict=True))
         return min(touched, sum(1 for _ in same))
-
-
-def _some(settings: Settings, points: Sequence[Point]) -> int:
-    """How many points a second engine runs; none where it runs the whole sweep.
-
-    Only parts of which everything is taken are in question: what they give is in the table.
-    """
-    wanted = settings.parity_points
-    return wanted if wanted < len(points) else 0
-
-
-def sample(points: Sequence[Point], parts: Sequence[Kept], wanted: int) -> list[Kept]:
-    """Chunks of whole passes that hold `wanted` points, evenly spread.
-
-    Chunks whose measures differ cannot be one.
-    """
-    held = {key for part in parts for key, _ in keys_of(part.chunk)}
-    known = [point.point_key for point in points if point.point_key in held]
-    places = {round(i * (len(known) - 1) / max(1, wanted - 1)) for i in range(wanted)}
-    picked = {known[place] for place in places if place < len(known)}
-    groups: dict[str, list[Plain]] = {}
-    names: dict[str, dict[str, str]] = {}
-    for part in parts:
-        if found := with_points(part.chunk, picked):
-            kind = digest([found[key] for key in ("measures", "reads", "positions")])
-            groups.setdefault(kind, []).append(found)
-            names[kind] = part.names
-    return [_sampled(joined(chunks), names[kind]) for kind, chunks in groups.items()]
-
-
-def _sampled(chunk: Plain, names: dict[str, str]) -> Kept:
-    named = chunk | {"chunk_id": digest(["sample", pass_ids(chunk)])}
-    return Kept(named, len(keys_of(named)), [], names)
 
 
 def _aligned_by_mean(sweep: Sweep, name: str) -> bool:
