@@ -1,7 +1,6 @@
 """What a chunk is: its passes, its keys, what it costs, and how it is cut smaller."""
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from nnsweep.sweep_measures import TEXTS
@@ -9,9 +8,9 @@ from nnsweep.sweep_measures import TEXTS
 Plain = dict[str, Any]
 
 
-def in_order(plan: Plain) -> dict[str, Plain]:
-    """plan.json's chunks in the plan's order, which JSON does not keep."""
-    return dict(sorted(plan["chunks"].items(), key=lambda item: item[1]["place"]))
+def in_order(records: Mapping[str, Plain]) -> dict[str, Plain]:
+    """Chunks of plan.json in the plan's order, which JSON does not keep."""
+    return dict(sorted(records.items(), key=lambda item: item[1]["place"]))
 
 
 def pass_ids(chunk: Plain) -> list[str]:
@@ -96,17 +95,6 @@ def keys_of(chunk: Plain) -> list[tuple[str, str]]:
     ]
 
 
-def inert_rows(chunks: Iterable[Plain]) -> Counter[str]:
-    """point_key -> on how many rows its values are those of the clean run."""
-    found: Counter[str] = Counter()
-    for chunk in chunks:
-        for block in chunk["blocks"]:
-            for item in block["passes"]:
-                if item["inert"]:
-                    found.update(dict.fromkeys(item["points"], len(block["ids"])))
-    return found
-
-
 def clean_runs(block: Plain) -> int:
     """Model calls without writes: prompts, donors, and the beginnings that their rows share."""
     beginnings = bool(block["shared"]) + bool(block["donor_shared"])
@@ -140,12 +128,15 @@ def forward_passes(chunks: Iterable[Plain]) -> int:
 
 def naive_passes(chunks: Iterable[Plain]) -> int:
     """Model calls of a loop over the same rows that runs prompt and donor anew for every point."""
-    return sum(
-        len(item["points"]) * (1 + bool(block["donor_ids"]))
+    calls = {
+        (point, rows): 1 + bool(block["donor_ids"])
         for chunk in chunks
         for block in chunk["blocks"]
+        for rows in [" ".join(block["row_keys"])]
         for item in block["passes"]
-    )
+        for point in item["points"]
+    }
+    return sum(calls.values())
 
 
 def slices[Item](items: Sequence[Item], size: int) -> list[Sequence[Item]]:

@@ -116,42 +116,40 @@ def _resolved(sweep: Sweep, model: Plain) -> Plain:
 def plan_summary(plan: Plan, settings: Settings) -> Plain:
     """plan.json: the chunks, what is taken of each, and what a naive loop costs."""
     return {
-        "chunks": {
-            part.chunk["chunk_id"]: {"place": place, **_taken(part, plan)}
-            for place, part in enumerate(plan.parts)
-        },
+        "chunks": _records(plan.parts, plan),
         "controls": plan.controls and plan.controls["chunk_id"],
-        "control_measures": plan.controls and _renamed(plan.controls, plan.control_names, plan),
-        "sample": _samples(plan.sample, plan),
-        "calibration": _samples(plan.calibration, plan),
+        "control_measures": plan.controls and _translation(plan.controls, plan.control_names),
+        "sample": _records(plan.sample, plan),
+        "calibration": _records(plan.calibration, plan),
         "points": len(plan.points),
         "measures": plan.measures,
-        "inert_rows": plan.inert.total(),
+        "inert_rows": sum(plan.inert.values()),
         "forward_passes": forward_passes(plan.chunks),
         "forward_passes_naive": naive_passes(plan.chunks),
         "settings": settings.__dict__,
     }
 
 
-def _samples(parts: Sequence[Kept], plan: Plan) -> Plain:
-    return {part.chunk["chunk_id"]: _renamed(part.chunk, part.names, plan) for part in parts}
-
-
-def _taken(part: Kept, plan: Plan) -> Plain:
-    """How many passes and values a chunk has, how many are taken, and of which rows none."""
+def _records(parts: Sequence[Kept], plan: Plan) -> Plain:
+    """Chunk -> its place, its passes and values, and what of them is taken."""
+    asked = in_session(plan.measures)
     return {
-        "passes": len(pass_ids(part.chunk)),
-        "of": len(keys_of(part.chunk)),
-        "values": part.values,
-        "stale": part.stale,
-        "measures": _renamed(part.chunk, part.names, plan),
+        part.chunk["chunk_id"]: {
+            "place": place,
+            "passes": len(pass_ids(part.chunk)),
+            "of": len(keys_of(part.chunk)),
+            "values": part.values,
+            "stale": part.stale,
+            "measures": None
+            if part.chunk["measures"] == asked and len(part.names) == len(asked)
+            else _translation(part.chunk, part.names),
+        }
+        for place, part in enumerate(parts)
     }
 
 
-def _renamed(chunk: Plain, names: Mapping[str, str], plan: Plan) -> Plain | None:
-    """The measures of an earlier chunk and the sweep's names of them; None if they are the same."""
-    if chunk["measures"] == [spec for spec in in_session(plan.measures) if spec["name"] in names]:
-        return None
+def _translation(chunk: Plain, names: Mapping[str, str]) -> Plain:
+    """The measures of a chunk, and what it calls those of the sweep that are taken."""
     return {"own": chunk["measures"], "names": dict(names)}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nnsweep.chunks import columns, forward_passes, inert_rows, keys_of, naive_passes
+from nnsweep.chunks import columns, forward_passes, keys_of, naive_passes
 from nnsweep.config import Config
 from nnsweep.cost import full_work, memory_of, operations, passes_of, work_of
 from nnsweep.expansion import settings_of
@@ -110,7 +110,7 @@ def _remote(model: Plain, plan: Plan) -> Iterator[str]:
 
 def _reuse(model: Plain, plan: Plan, settings: Settings) -> Iterator[str]:
     """What is taken from the clean run, and what is not and why."""
-    idle = sum(inert_rows(plan.chunks).values())
+    idle = sum(plan.inert.values())
     if idle and any(point.edits for point in plan.points):
         yield f"  cannot differ   {idle} value rows, taken from the clean run"
     if settings.recompute == "exact":

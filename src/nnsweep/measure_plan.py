@@ -1,6 +1,6 @@
 """Measures as a session reads them: one a column, and the places inside the model they read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from nnsweep.chunks import GENERATE, in_session
@@ -11,6 +11,8 @@ from nnsweep.sweep_measures import Lens, Read
 from nnsweep.sweep_words import HEADED
 
 Plain = dict[str, Any]
+READING = {"lens", "read"}
+"""Keys of a measure that hold the number of a place."""
 
 
 def measure_list(sweep: Sweep, shape: Plain) -> tuple[list[Plain], list[Plain]]:
@@ -82,6 +84,33 @@ def _lens_layers(lens: Lens, shape: Plain) -> Sequence[int]:
 def controlled(measures: Sequence[Plain]) -> list[Plain]:
     """The measures that null controls compute: all but what is generated."""
     return [spec for spec in in_session(measures) if spec["kind"] != GENERATE]
+
+
+def answers_of(measures: Sequence[Plain], names: Iterable[str]) -> set[str]:
+    """The answers that some measures read."""
+    specs = {spec["name"]: spec for spec in measures}
+    asked = [specs[name] for name in names]
+    asked += [specs[spec["of"]] for spec in asked if "of" in spec]
+    found = {name for spec in asked for name in spec.get("answers") or []}
+    return found | {spec["answer"] for spec in asked if "answer" in spec}
+
+
+def restricted(
+    measures: Sequence[Plain], reads: Sequence[Plain], names: Iterable[str]
+) -> tuple[list[Plain], list[Plain]]:
+    """The measures that a session needs for some of them, and the places that those read.
+
+    A recovery needs its measure; what is generated decides how every write is made.
+    """
+    specs = {spec["name"]: spec for spec in in_session(measures)}
+    needed = set(names) | {specs[name]["of"] for name in names if "of" in specs[name]}
+    found: list[Plain] = []
+    places: list[Plain] = []
+    for name, spec in specs.items():
+        if name in needed or spec["kind"] == GENERATE:
+            own = {key: _numbered(reads[spec[key]], places) for key in READING & spec.keys()}
+            found.append(spec | own)
+    return found, places
 
 
 def _numbered(item: Plain, items: list[Plain]) -> int:

@@ -18,7 +18,7 @@ from nnsweep.controls import compared, judge
 from nnsweep.errors import CheckFailed, NnsweepError
 from nnsweep.grid import position_names
 from nnsweep.measure_plan import controlled
-from nnsweep.parts import KEYS, nullable, read_part, take_parts
+from nnsweep.parts import KEYS, Taken, nullable, read_part, refuse_count, take_parts, with_state
 from nnsweep.provenance import remote_cost, run_record
 from nnsweep.sweep import GENERATED, Sweep, axis_kinds, watched_positions
 from nnsweep.tables import (
@@ -54,20 +54,34 @@ def merge_chunks(sweep: Sweep, results: Path, engine: str, output: Path) -> None
     specs = plan["measures"]
     frame = asked_values(sweep, results)
     asked = frame.loc[frame["excluded"].isna(), KEYS]
-    parts = take_parts(output / "chunks", plan, asked)
-    values = assemble(sweep, results, specs, frame, parts)
-    everything = [*in_order(plan), *filter(None, [plan["controls"]])]
+    taken = take_all(output / "chunks", plan, asked)
+    values = assemble(sweep, results, specs, frame, taken.values)
+    everything = [*in_order(plan["chunks"]), *filter(None, [plan["controls"]])]
     facts = {name: read_json(output / "chunks" / f"{name}.json") for name in everything}
     verdict = judge_controls(plan, output, sweep.model.dtype)
     sessions = sessions_table([{"chunk_id": name, **fact} for name, fact in facts.items()])
     write_table(output / "sessions.parquet", sessions, SESSIONS)
-    own = {name: facts[name] for name in in_order(plan)}
+    own = {name: facts[name] for name in in_order(plan["chunks"])}
     record = run_record(sweep, results, engine, plan, own, values, verdict)
     if engine == "ndif":
         record["remote"] = remote_cost(results, plan, sessions.to_pylist(), values)
     write_json(output / "run.json", record)
     refuse_broken(verdict, output)
     write_table(output / "values.parquet", values, values.schema)
+
+
+def take_all(folder: Path, plan: Plain, asked: pd.DataFrame) -> Taken:
+    """All values of a plan (see `nnsweep.parts.take_parts`).
+
+    Raises:
+        CheckFailed: a part gives fewer or more values than the plan takes of it.
+    """
+    records = in_order(plan["chunks"])
+    taken = take_parts(folder, records, plan["measures"], asked)
+    counts = taken.owners.drop_duplicates([*KEYS, "chunk"])["chunk"].value_counts()
+    for name, record in records.items():
+        refuse_count(folder / f"{name}.parquet", int(counts.get(name, 0)), record["values"])
+    return taken
 
 
 def refuse_broken(verdict: Mapping[str, Plain], output: Path) -> None:
@@ -88,7 +102,7 @@ def judge_controls(plan: Plain, output: Path, dtype: str) -> dict[str, Plain]:
     if name is None:
         return {}
     wanted, part = controlled(specs), output / "chunks" / f"{name}.parquet"
-    frame = read_part(part, wanted, plan["control_measures"])
+    frame = with_state(read_part(part, wanted, plan["control_measures"]), wanted)
     table = pa.Table.from_pandas(frame, part_schema(columns(wanted)), preserve_index=False)
     return judge(table, compared(specs), dtype)
 
@@ -190,7 +204,7 @@ def contained(whole: pd.DataFrame, answers: Mapping[str, str]) -> list[float | N
 
 
 def sample_values(
-    sweep: Sweep, results: Path, parts: Sequence[Path], renamed: Mapping[str, Plain | None]
+    sweep: Sweep, results: Path, parts: Sequence[Path], records: Mapping[str, Plain]
 ) -> pa.Table:
     """The sweep's values that a sample's parts hold, in the form of values.parquet.
 
@@ -198,13 +212,16 @@ def sample_values(
         sweep: The sweep.
         results: `results/SWEEP`.
         parts: The parts.
-        renamed: Chunk -> its own measures, where they differ (`sample` of plan.json).
+        records: `sample` or `calibration` of plan.json.
+
+    Raises:
+        CheckFailed: a part holds another number of values than its chunk.
     """
     specs = read_json(results / "plan.json")["measures"]
-    found = [read_part(part, specs, renamed[part.stem]) for part in parts]
     frame = asked_values(sweep, results)
     asked = frame[frame["excluded"].isna()]
-    whole = asked.merge(pd.concat(found, ignore_index=True), on=KEYS, sort=False)
+    found = take_parts(parts[0].parent, in_order(records), specs, asked[KEYS])
+    whole = asked.merge(found.values, on=KEYS, sort=False)
     return _published(sweep, results, specs, whole)
 
 

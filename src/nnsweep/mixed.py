@@ -17,16 +17,17 @@ from nnsweep.merge import (
     refuse_broken,
     sample_values,
     sessions_table,
+    take_all,
 )
 from nnsweep.parity import classify, coarser, judged, publish
-from nnsweep.parts import KEYS, take_parts
+from nnsweep.parts import KEYS
 from nnsweep.provenance import remote_cost, run_record
 from nnsweep.sweep import Sweep
 from nnsweep.tables import SESSIONS, read_json, write_json, write_table
 
 logger = logging.getLogger(__name__)
 Plain = dict[str, Any]
-OWNERS = pa.schema([("point_id", pa.string()), ("row_id", pa.string()), ("engine", pa.string())])
+OWNERS = pa.schema([(name, pa.string()) for name in ("point_id", "row_id", "measures", "engine")])
 
 
 def calibrate(
@@ -68,9 +69,11 @@ def merge_mixed(sweep: Sweep, results: Path, output: Path) -> None:
     plan = read_json(results / "plan.json")
     frame = asked_values(sweep, results)
     asked = frame.loc[frame["excluded"].isna(), KEYS]
-    taken = take_parts(output / "chunks", plan, asked)
-    values = assemble(sweep, results, plan["measures"], frame, taken)
-    facts = {name: read_json(output / "chunks" / f"{name}.json") for name in in_order(plan)}
+    taken = take_all(output / "chunks", plan, asked)
+    values = assemble(sweep, results, plan["measures"], frame, taken.values)
+    facts = {
+        name: read_json(output / "chunks" / f"{name}.json") for name in in_order(plan["chunks"])
+    }
     sessions = sessions_table(_with_controls(plan, results, facts))
     write_table(output / "sessions.parquet", sessions, SESSIONS)
     verdict = {
@@ -79,12 +82,12 @@ def merge_mixed(sweep: Sweep, results: Path, output: Path) -> None:
         for name, control in judge_controls(plan, results / side, sweep.model.dtype).items()
     }
     record = run_record(sweep, results, "mixed", plan, facts, values, verdict)
-    record["engines"] = _shares(facts, taken)
+    record["engines"] = _shares(facts, taken.owners)
     record["calibration"] = read_json(output / "calibration.json")
     record["remote"] = remote_cost(results, plan, sessions.to_pylist(), values)
     write_json(output / "run.json", record)
     refuse_broken(verdict, output)
-    write_table(output / "engines.parquet", _engines(frame, taken, facts), OWNERS)
+    write_table(output / "engines.parquet", _engines(frame, taken.owners, facts), OWNERS)
     write_table(output / "values.parquet", values, values.schema)
 
 
@@ -96,13 +99,13 @@ def _with_controls(plan: Plain, results: Path, facts: Mapping[str, Plain]) -> li
     return named + [{"chunk_id": name, **read_json(path)} for path in extra]
 
 
-def _shares(facts: Mapping[str, Plain], taken: pd.DataFrame) -> dict[str, Plain]:
+def _shares(facts: Mapping[str, Plain], owners: pd.DataFrame) -> dict[str, Plain]:
     """Side -> chunks, values and passes that it has computed."""
-    owner = [fact["engine"] for fact in facts.values()]
-    values = taken["part"].map(dict(enumerate(owner))).value_counts()
+    owner = {name: fact["engine"] for name, fact in facts.items()}
+    values = _by_side(owners, owner).drop_duplicates([*KEYS, "engine"])["engine"].value_counts()
     return {
         side: {
-            "chunks": owner.count(side),
+            "chunks": list(owner.values()).count(side),
             "values": int(values.get(side, 0)),
             "passes": sum(f["passes"] for f in facts.values() if f["engine"] == side),
         }
@@ -110,9 +113,12 @@ def _shares(facts: Mapping[str, Plain], taken: pd.DataFrame) -> dict[str, Plain]
     }
 
 
-def _engines(frame: pd.DataFrame, taken: pd.DataFrame, facts: Mapping[str, Plain]) -> pa.Table:
+def _by_side(owners: pd.DataFrame, owner: Mapping[str, str]) -> pd.DataFrame:
+    return owners.assign(engine=owners["chunk"].map(owner))
+
+
+def _engines(frame: pd.DataFrame, owners: pd.DataFrame, facts: Mapping[str, Plain]) -> pa.Table:
     """Who computed the value of every point on every row, in the order of values.parquet."""
-    whole = frame.merge(taken[[*KEYS, "part"]], on=KEYS, how="inner", sort=False)
-    owner = dict(enumerate(fact["engine"] for fact in facts.values()))
-    told = whole.assign(engine=whole["part"].map(owner))[OWNERS.names]
-    return pa.Table.from_pandas(told, schema=OWNERS, preserve_index=False)
+    owner = {name: fact["engine"] for name, fact in facts.items()}
+    whole = frame.merge(_by_side(owners, owner), on=KEYS, how="inner", sort=False)
+    return pa.Table.from_pandas(whole[OWNERS.names], schema=OWNERS, preserve_index=False)

@@ -89,8 +89,8 @@ def check_sample(sweep: Sweep, engine: str, parts: Sequence[Path], b: Path, outp
 
     facts = read_json(parts[0].with_suffix(".json"))
     run = read_json(b / "run.json")
-    renamed = read_json(b.parent / "plan.json")["sample"]
-    ours = sample_values(sweep, b.parent, parts, renamed)
+    records = read_json(b.parent / "plan.json")["sample"]
+    ours = sample_values(sweep, b.parent, parts, records)
     theirs = _with_keys_of(read_table(b / "values.parquet"), ours)
     dtype = coarser(str(facts["dtype"]), str(run["dtype"]))
     table = classify(ours, theirs, run["kinds"], dtype)

@@ -1,6 +1,7 @@
 """A part: the values of one chunk on one engine, written by its job and taken by the merge."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,28 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from nnsweep.chunks import GENERATE, columns, in_order, in_session
+from nnsweep.chunks import GENERATE, columns, in_session
 from nnsweep.errors import CheckFailed
 from nnsweep.sweep_measures import GUARDED
 from nnsweep.tables import part_schema, read_table
 
 Plain = dict[str, Any]
 KEYS = ["point_key", "row_key"]
+STATE = ["status", "reason"]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a plan takes of an engine's parts.
+
+    Attributes:
+        values: point_key, row_key, status, reason and the columns of the measures.
+        owners: point_key, row_key, `chunk` and `measures`: which chunk gave which measures (names,
+            separated by commas); one line a value where one chunk gave all of them.
+    """
+
+    values: pd.DataFrame
+    owners: pd.DataFrame
 
 
 def part_table(
@@ -49,7 +65,9 @@ def _judged(measures: Sequence[Plain], bad: np.ndarray) -> tuple[list[str], list
     specs = {name: spec for spec in in_session(measures) for name in columns([spec])}
     guarded = np.array([spec["kind"] in (*GUARDED, GENERATE) for spec in specs.values()], bool)
     errors = (bad & ~guarded).any(axis=1)
-    reasons = [_reason(specs, row) or None if row.any() else None for row in bad]
+    reasons: list[str | None] = [None] * len(bad)
+    for row in np.flatnonzero(bad.any(axis=1)):
+        reasons[row] = _reason(specs, bad[row]) or None
     return ["error" if error else "ok" for error in errors], reasons
 
 
@@ -70,7 +88,9 @@ def _reason(specs: Mapping[str, Plain], bad: Any) -> str:
 
 
 def read_part(path: Path, specs: Sequence[Plain], renamed: Plain | None = None) -> pd.DataFrame:
-    """One part as a frame with the sweep's measures.
+    """One part as a frame: its keys, those of the sweep's measures that it has, and `failed`.
+
+    `failed` says why a point has no values at all; it is null where nothing failed.
 
     Args:
         path: The part.
@@ -81,11 +101,14 @@ def read_part(path: Path, specs: Sequence[Plain], renamed: Plain | None = None) 
         CheckFailed: a value stands twice.
         NnsweepError: the part is unreadable or of another schema.
     """
-    own = renamed["own"] if renamed else specs
+    own = in_session(renamed["own"] if renamed else specs)
     table = read_table(path, part_schema(columns(own)))
-    if renamed:
-        table = _translated(table, in_session(specs), renamed["names"])
-    frame: pd.DataFrame = table.to_pandas(types_mapper=nullable)
+    found = {name: table[name] for name in KEYS} | {"failed": _failed(table, own)}
+    for spec in having(specs, renamed):
+        theirs = spec | {"name": renamed["names"][spec["name"]]} if renamed else spec
+        pairs = zip(columns([spec]), columns([theirs]), strict=True)
+        found |= {ours: table[column] for ours, column in pairs}
+    frame: pd.DataFrame = pa.table(found).to_pandas(types_mapper=nullable)
     doubled = frame.duplicated(KEYS)
     if doubled.any():
         key = " on row ".join(frame[KEYS].iloc[int(doubled.to_numpy().argmax())])
@@ -93,22 +116,32 @@ def read_part(path: Path, specs: Sequence[Plain], renamed: Plain | None = None) 
     return frame
 
 
-def _translated(table: pa.Table, specs: Sequence[Plain], names: Mapping[str, str]) -> pa.Table:
-    """A part of more measures, or of others' names, with the sweep's measures alone.
+def having(specs: Sequence[Plain], renamed: Plain | None) -> list[Plain]:
+    """Those of the sweep's measures that are taken of a chunk."""
+    return [spec for spec in in_session(specs) if not renamed or spec["name"] in renamed["names"]]
 
-    Status and reason are those of the measures that are left; a point that failed stays failed.
-    """
-    theirs = [name for spec in specs for name in columns([spec | {"name": names[spec["name"]]}])]
-    numbers = table.select(theirs).rename_columns(columns(specs))
-    bad = np.column_stack([column.is_null().to_numpy() for column in numbers.itercolumns()])
+
+def _failed(table: pa.Table, specs: Sequence[Plain]) -> pa.Array:
+    """Why a point failed: its reason, where there is no value and the reason is none of a value."""
+    names = columns(specs)
+    bad = np.column_stack([table[name].is_null().to_numpy() for name in names])
+    lost = np.flatnonzero(bad.all(axis=1) & (table["status"].to_numpy() == "error"))
+    _, told = _judged(specs, bad[lost])
+    found: list[str | None] = [None] * len(table)
+    for row, why in zip(lost, told, strict=True):
+        reason = table["reason"][int(row)].as_py()
+        found[row] = None if reason == why else reason
+    return pa.array(found, pa.string())
+
+
+def with_state(frame: pd.DataFrame, specs: Sequence[Plain]) -> pd.DataFrame:
+    """Status and reason of every row in the place of `failed`."""
+    bad = frame[columns(specs)].isna().to_numpy()
     status, reasons = _judged(specs, bad)
-    every = [column.is_null().to_numpy() for column in table.itercolumns()][len(KEYS) + 2 :]
-    failed = np.logical_and.reduce(every) & (table["status"].to_numpy() == "error")
-    for row in np.flatnonzero(failed):
-        status[row], reasons[row] = "error", table["reason"][int(row)].as_py()
-    state = {"status": pa.array(status, pa.string()), "reason": pa.array(reasons, pa.string())}
-    keys = {name: table[name] for name in KEYS}
-    return pa.table(keys | state | dict(zip(numbers.column_names, numbers.columns, strict=True)))
+    for row in np.flatnonzero(frame["failed"].notna()):
+        status[row], reasons[row] = "error", frame["failed"].iloc[int(row)]
+    state = {"status": pd.array(status, "string"), "reason": pd.array(reasons, "string")}
+    return frame.drop(columns="failed").assign(**state)
 
 
 def nullable(kind: pa.DataType) -> Any:
@@ -121,35 +154,73 @@ def nullable(kind: pa.DataType) -> Any:
     }.get(kind)
 
 
-def take_parts(folder: Path, plan: Plain, asked: pd.DataFrame) -> pd.DataFrame:
+def take_parts(
+    folder: Path, records: Mapping[str, Plain], specs: Sequence[Plain], asked: pd.DataFrame
+) -> Taken:
     """The values that a plan takes of an engine's parts; the earlier chunk wins.
-
-    The column `part` is the place of the chunk in the plan.
 
     Args:
         folder: `results/SWEEP/ENGINE/chunks`.
-        plan: plan.json.
+        records: Chunks of plan.json in their order.
+        specs: The sweep's measures.
         asked: point_key and row_key of every value of the sweep.
 
     Raises:
-        CheckFailed: a part holds another number of values than its chunk, or fewer to take.
+        CheckFailed: a part holds another number of values than its chunk.
     """
-    frames = []
-    for number, (name, record) in enumerate(in_order(plan).items()):
+    frames = {}
+    for name, record in records.items():
         path = folder / f"{name}.parquet"
-        frame = read_part(path, plan["measures"], record["measures"])
-        _refuse_count(path, len(frame), record["of"])
-        fresh = frame[~frame["row_key"].isin(record["stale"])]
-        frames.append(fresh.assign(part=number))
-    whole = pd.concat(frames, ignore_index=True).merge(asked, on=KEYS)
-    whole = whole.sort_values("part", kind="stable").drop_duplicates(KEYS)
-    counts = whole["part"].value_counts()
-    for number, (name, record) in enumerate(in_order(plan).items()):
-        _refuse_count(folder / f"{name}.parquet", int(counts.get(number, 0)), record["values"])
-    return whole
+        frame = read_part(path, specs, record["measures"])
+        refuse_count(path, len(frame), record["of"])
+        frames[name] = frame[~frame["row_key"].isin(record["stale"])].assign(chunk=name)
+    bundles = {
+        ", ".join(spec["name"] for spec in group): _first(frames, names, group, asked)
+        for names, group in _bundles(records, specs)
+    }
+    owners = [one[[*KEYS, "chunk"]].assign(measures=name) for name, one in bundles.items()]
+    values = _side_by_side(list(bundles.values()))
+    return Taken(with_state(values, specs), pd.concat(owners, ignore_index=True))
 
 
-def _refuse_count(path: Path, found: int, wanted: int) -> None:
+def _bundles(
+    records: Mapping[str, Plain], specs: Sequence[Plain]
+) -> list[tuple[list[str], list[Plain]]]:
+    """Chunks, and the measures that exactly those have."""
+    found: dict[tuple[str, ...], list[Plain]] = {}
+    taken = {
+        name: {spec["name"] for spec in having(specs, record["measures"])}
+        for name, record in records.items()
+    }
+    for spec in in_session(specs):
+        chunks = tuple(name for name in records if spec["name"] in taken[name])
+        found.setdefault(chunks, []).append(spec)
+    return [(list(chunks), group) for chunks, group in found.items()]
+
+
+def _first(
+    frames: Mapping[str, pd.DataFrame],
+    names: Sequence[str],
+    specs: Sequence[Plain],
+    asked: pd.DataFrame,
+) -> pd.DataFrame:
+    """Some measures of every value that is asked for, of the first chunk that has it."""
+    head = [*KEYS, "failed", "chunk", *columns(specs)]
+    whole = pd.concat([frames[name][head] for name in names], ignore_index=True)
+    return whole.drop_duplicates(KEYS).merge(asked, on=KEYS)
+
+
+def _side_by_side(bundles: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """What has all measures; a point failed where it did for some of them."""
+    first, *others = (one.drop(columns="chunk") for one in bundles)
+    for other in others:
+        first = first.merge(other.rename(columns={"failed": "also"}), on=KEYS)
+        first["failed"] = first["failed"].fillna(first.pop("also"))
+    return first
+
+
+def refuse_count(path: Path, found: int, wanted: int) -> None:
+    """Raise CheckFailed where a part gives another number of values than the plan says."""
     if found != wanted:
         raise CheckFailed(
             f"{path}: {found} values, the plan takes {wanted}. Delete it and run again."

@@ -6,14 +6,14 @@ Rows that share a pass have prompts of equal length (and donors of equal length)
 a padding token, hence no padding to go wrong.
 """
 
+import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nnsweep import SEMANTICS
 from nnsweep.chunks import (
     in_session,
-    inert_rows,
     keys_of,
     refs,
     slices,
@@ -22,7 +22,7 @@ from nnsweep.edits import Edits, edit_positions
 from nnsweep.errors import UserError
 from nnsweep.grid import expand, position_names
 from nnsweep.inert import cannot_move
-from nnsweep.measure_plan import measure_list
+from nnsweep.measure_plan import measure_list, restricted
 from nnsweep.null_controls import NullControls
 from nnsweep.planned import (
     Kept,
@@ -35,7 +35,7 @@ from nnsweep.planned import (
     without_block,
 )
 from nnsweep.prompts import PromptRow
-from nnsweep.reuse import Earlier, kept_controls, reuse
+from nnsweep.reuse import Earlier, Reuse, kept_controls, reuse
 from nnsweep.row_places import last_of, place_of
 from nnsweep.samples import for_parity, sample
 from nnsweep.sites import limits_of
@@ -80,36 +80,42 @@ def make_plan(
     context = Context(sweep, model, rows, settings, load_vector, cells)
     points = [context.point(cell, writes) for cell, writes in cells]
     found = reuse(context, points, earlier)
-    passes = [p for group in _by_rows(points, found.wanted) for p in context.passes(*group)]
-    new = [context.chunk(group) for group in slices(passes, settings.chunk_passes)]
-    parts = found.kept + [_whole(chunk) for chunk in new]
+    new = [
+        chunk
+        for names, groups in found.groups(points).items()
+        for chunk in _new_chunks(context, names, groups, found)
+    ]
+    parts = found.kept + new
     kept = None if new else kept_controls(context, earlier)
     controls = kept.chunk if kept else NullControls(context).controls(points)
+    names = [spec["name"] for spec in in_session(context.measures)]
+    calibration = min(settings.calibration_points, len(points))
     return Plan(
         points,
         context.measures,
         parts,
-        found.inert + inert_rows(new),
+        {point.point_key: len(point.rows) - len(found.moved[point.point_key]) for point in points},
         controls,
         kept.names if kept else _own_names(controls),
-        for_parity(points, parts, settings.parity_points),
-        sample(points, parts, min(settings.calibration_points, len(points))),
+        for_parity(points, parts, names, settings.parity_points),
+        sample(points, parts, names, calibration),
     )
 
 
-def _by_rows(
-    points: Iterable[Point], wanted: Mapping[str, set[int]]
-) -> list[tuple[list[Point], tuple[int, ...]]]:
-    """Points that want the same rows, with those rows."""
-    groups: dict[tuple[int, ...], list[Point]] = {}
-    for point in points:
-        rows = tuple(sorted(wanted[point.point_key]))
-        groups.setdefault(rows, []).append(point)
-    return [(members, rows) for rows, members in groups.items() if rows]
-
-
-def _whole(chunk: Plain) -> Kept:
-    return Kept(chunk, len(keys_of(chunk)), [], _own_names(chunk))
+def _new_chunks(
+    context: "Context",
+    names: frozenset[str],
+    groups: Mapping[tuple[int, ...], Sequence[Point]],
+    found: Reuse,
+) -> list[Kept]:
+    """Chunks that compute some measures of points on rows that lack them."""
+    asking = context.asking(names)
+    passes = [item for rows, points in groups.items() for item in asking.passes(points, rows)]
+    found.ran(passes)
+    chunks = [asking.chunk(group) for group in slices(passes, context.settings.chunk_passes)]
+    own = {spec["name"]: spec["name"] for spec in in_session(context.measures)}
+    taken = {name: name for name in own if name in names}
+    return [Kept(chunk, len(keys_of(chunk)), [], taken) for chunk in chunks]
 
 
 def _own_names(chunk: Plain | None) -> dict[str, str]:
@@ -144,6 +150,13 @@ class Context:
         self.specs = {name: position_spec(sweep, name) for name in names}
         named = {name for _, writes in cells for write in writes for name in position_names(write)}
         self.touched = named | self.watched
+
+    def asking(self, names: Collection[str]) -> "Context":
+        """The same surroundings for some of the measures."""
+        found = copy.copy(self)
+        found.measures, found.reads = restricted(self.measures, self.reads, names)
+        found.estimates_only = all(spec["kind"] == "attribution" for spec in found.measures)
+        return found
 
     def _check_window(self) -> None:
         """Refuse whole answers behind prompts of which a sliding window forgets the beginning."""

@@ -1,6 +1,5 @@
 """What planning gives: settings, points and chunks as plain data."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +69,7 @@ class Plan:
     points: list[Point]
     measures: list[Plain]
     parts: list[Kept]
-    inert: Counter[str]
+    inert: dict[str, int]
     controls: Plain | None
     control_names: dict[str, str]
     sample: list[Kept]

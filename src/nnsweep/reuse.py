@@ -1,24 +1,26 @@
 """Which values of earlier chunks a plan takes instead of computing them again.
 
 A chunk is kept whole or not at all, since what shares a pass decides last bits. It may hold more
-than is wanted: points, rows and measures that the sweep no longer has are left out by the merge.
+than is wanted: points, rows and measures that the sweep no longer has are left out by the merge;
+or less: measures that it lacks are computed in chunks of their own.
 A value is taken only where everything that decides it is the same: its point, the tokens of its
 row, the row's answers and every position, and the meaning of the measure.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nnsweep import SEMANTICS
 from nnsweep.chunks import in_session, keys_of, pass_ids
+from nnsweep.measure_plan import answers_of, controlled
 from nnsweep.planned import Kept, Plain, Point, identity
 from nnsweep.row_places import place_of
 from nnsweep.tables import digest
 
 if TYPE_CHECKING:
     from nnsweep.plan import Context
+    from nnsweep.prompts import PromptRow
 
 
 @dataclass(frozen=True)
@@ -38,21 +40,55 @@ class Earlier:
     role: str = "values"
 
 
+class Cell(NamedTuple):
+    """A point on a row, as a chunk has it.
+
+    Attributes:
+        point: Its key.
+        row: Number of the row.
+        stale: Whether the row's answers or positions are others now.
+        inert: Whether the chunk gives the values of the clean run.
+    """
+
+    point: str
+    row: int
+    stale: bool
+    inert: bool
+
+
 @dataclass
 class Reuse:
     """What is left to compute, and what is taken.
 
     Attributes:
-        asked: point_key -> numbers of its rows.
-        wanted: The same, without what a kept chunk has.
+        missing: point_key -> number of the row -> measures that no kept chunk has.
+        moved: point_key -> rows on which a chunk computed more than the clean run.
         kept: The kept chunks, in the order in which their values are taken.
-        inert: point_key -> on how many taken rows its values are those of the clean run.
     """
 
-    asked: dict[str, frozenset[int]]
-    wanted: dict[str, set[int]]
+    missing: dict[str, dict[int, frozenset[str]]]
+    moved: dict[str, set[int]]
     kept: list[Kept] = field(default_factory=list)
-    inert: Counter[str] = field(default_factory=Counter)
+
+    def groups(
+        self, points: Iterable[Point]
+    ) -> dict[frozenset[str], dict[tuple[int, ...], list[Point]]]:
+        """Measures that are missing together -> rows -> the points that lack them there."""
+        found: dict[frozenset[str], dict[tuple[int, ...], list[Point]]] = {}
+        for point in points:
+            rows: dict[frozenset[str], list[int]] = {}
+            for row, names in self.missing[point.point_key].items():
+                rows.setdefault(names, []).append(row)
+            for names, numbers in rows.items():
+                if names:
+                    found.setdefault(names, {}).setdefault(tuple(numbers), []).append(point)
+        return found
+
+    def ran(self, passes: Iterable[Plain]) -> None:
+        """Note on which rows new passes compute more than the clean run."""
+        for item in (item for item in passes if not item["inert"]):
+            for key in item["points"]:
+                self.moved[key].update(item["block"])
 
 
 class Comparison:
@@ -71,37 +107,40 @@ class Comparison:
         same = chunk.get("semantics") == SEMANTICS
         return same and identity(chunk["model"]) == identity(self.context.model)
 
-    def names(self, chunk: Plain, wanted: Sequence[Plain]) -> dict[str, str] | None:
-        """Measure -> what the chunk calls it, or None where it lacks one."""
+    def names(self, chunk: Plain) -> dict[str, str]:
+        """Measure -> what the chunk calls it, of those that it has."""
         theirs = _meanings(chunk["measures"], chunk["reads"], chunk["positions"])
         found = {}
-        for spec in in_session(wanted):
-            same = [name for name, what in theirs.items() if what == self.measures[spec["name"]]]
-            if not same:
-                return None
-            found[spec["name"]] = spec["name"] if spec["name"] in same else same[0]
+        for name, what in self.measures.items():
+            same = [theirs_name for theirs_name, other in theirs.items() if other == what]
+            if same:
+                found[name] = name if name in same else same[0]
         return found
 
-    def stale(self, chunk: Plain, blocks: Sequence[Plain]) -> list[str]:
-        """Keys of rows whose answers or positions are others now."""
+    def stale(self, chunk: Plain, blocks: Sequence[Plain], names: Iterable[str]) -> set[str]:
+        """Keys of rows whose answers, as some measures read them, or positions are others now."""
         named = {digest(spec): name for name, spec in chunk["positions"].items()}
         pairs = [(named[what], ours) for what, ours in self.positions.items() if what in named]
-        return sorted(
-            {
-                key
-                for block in blocks
-                for place, key in enumerate(block["row_keys"])
-                if key in self.numbers and not self._same(block, place, self.numbers[key], pairs)
-            }
-        )
+        answers = answers_of(self.context.measures, names)
+        return {
+            key
+            for block in blocks
+            for place, key in enumerate(block["row_keys"])
+            if key in self.numbers
+            and not self._same(block, place, self.context.rows[self.numbers[key]], answers, pairs)
+        }
 
     def _same(
-        self, block: Plain, place: int, number: int, pairs: Sequence[tuple[str, str]]
+        self,
+        block: Plain,
+        place: int,
+        row: "PromptRow",
+        answers: Iterable[str],
+        pairs: Sequence[tuple[str, str]],
     ) -> bool:
-        row = self.context.rows[number]
         return all(
             name in block["answer_ids"] and block["answer_ids"][name][place] == row.answers[name]
-            for name in self.context.answers
+            for name in answers
         ) and all(
             block["positions"][theirs]["base"][place] == place_of(row, ours, donor=False)
             and block["positions"][theirs]["donor"][place] == place_of(row, ours, donor=True)
@@ -136,9 +175,11 @@ def reuse(context: "Context", points: Sequence[Point], earlier: Sequence[Earlier
         points: The points that are wanted.
         earlier: Chunks that lie about; those of this sweep first.
     """
-    rows = {point.rows: frozenset(point.rows) for point in points}
-    asked = {point.point_key: rows[point.rows] for point in points}
-    found = Reuse(asked, {key: set(numbers) for key, numbers in asked.items()})
+    every = frozenset(spec["name"] for spec in in_session(context.measures))
+    found = Reuse(
+        {point.point_key: dict.fromkeys(point.rows, every) for point in points},
+        {point.point_key: set() for point in points},
+    )
     comparison = Comparison(context)
     for one in earlier:
         if one.role == "values" and comparison.answers(one.chunk):
@@ -148,50 +189,57 @@ def reuse(context: "Context", points: Sequence[Point], earlier: Sequence[Earlier
 
 def _take(context: "Context", comparison: Comparison, one: Earlier, found: Reuse) -> None:
     """Keep a chunk where that saves work."""
-    names = comparison.names(one.chunk, context.measures)
-    if names is None:
+    names = comparison.names(one.chunk)
+    has = frozenset(names)
+    stale = comparison.stale(one.chunk, one.chunk["blocks"], has)
+    asked = list(_cells(one.chunk, comparison, stale, found.missing))
+    cells = [c for c in asked if not c.stale and found.missing[c.point][c.row] & has]
+    covered = all(found.missing[cell.point][cell.row] <= has for cell in cells)
+    whole = len(cells) == len(asked) and all(found.missing[c.point][c.row] >= has for c in cells)
+    if not cells or not _worthwhile(context, one, len(cells), covered):
         return
-    stale = comparison.stale(one.chunk, one.chunk["blocks"])
-    cells = list(_cells(one.chunk, comparison, set(stale), found.wanted))
-    asked = sum(1 for _ in _cells(one.chunk, comparison, set(), found.asked))
-    if not cells or not _worthwhile(context, one, len(cells)):
-        return
-    for point, row, inert in cells:
-        found.wanted[point].discard(row)
-        found.inert[point] += inert
+    left: dict[frozenset[str], frozenset[str]] = {}
+    for cell in cells:
+        missing = found.missing[cell.point]
+        missing[cell.row] = left.setdefault(missing[cell.row], missing[cell.row] - has)
+        if not cell.inert:
+            found.moved[cell.point].add(cell.row)
     chunk = one.chunk | {"model": context.model}
-    whole = len(cells) == asked
-    found.kept.append(Kept(chunk, len(cells), stale, names, whole))
+    found.kept.append(Kept(chunk, len(cells), sorted(stale), names, whole))
 
 
 def _cells(
-    chunk: Plain, comparison: Comparison, stale: set[str], wanted: Mapping[str, Collection[int]]
-) -> Iterator[tuple[str, int, bool]]:
-    """(point_key, number of the row, inert) of every value that is wanted and still true."""
+    chunk: Plain, comparison: Comparison, stale: set[str], asked: Mapping[str, Mapping[int, Any]]
+) -> Iterator[Cell]:
+    """Every cell of a chunk that is asked for."""
     for block in chunk["blocks"]:
-        keys = [key for key in block["row_keys"] if key not in stale]
-        rows = [comparison.numbers[key] for key in keys if key in comparison.numbers]
+        keys = [key for key in block["row_keys"] if key in comparison.numbers]
+        rows = [(comparison.numbers[key], key in stale) for key in keys]
         for item in block["passes"]:
-            for point in (key for key in item["points"] if key in wanted):
-                yield from ((point, row, item["inert"]) for row in rows if row in wanted[point])
+            for point in (key for key in item["points"] if key in asked):
+                for row, old in rows:
+                    if row in asked[point]:
+                        yield Cell(point, row, old, item["inert"])
 
 
-def _worthwhile(context: "Context", one: Earlier, cells: int) -> bool:
+def _worthwhile(context: "Context", one: Earlier, cells: int, covered: bool) -> bool:
     """Whether to keep a chunk of which so many values are taken.
 
     What this sweep has finished is never computed again. What another sweep has finished must be
     half wanted, since an engine that lacks it would compute all of it. What nobody has finished
-    must be wanted whole, and be cut as a plan would cut it now.
+    must be wanted whole, and be cut as a plan would cut it now. Only chunks of this sweep may leave
+    measures to be computed (`covered` is false): another engine then runs their points twice.
     """
     settings, total = context.settings, len(keys_of(one.chunk))
     if settings.recompute == "exact" and one.chunk["recompute"] != "exact":
         return False
     if one.finished:
-        return one.own or 2 * cells >= total
+        return one.own or (covered and 2 * cells >= total)
     fits = len(pass_ids(one.chunk)) <= settings.chunk_passes and all(
         _fits(context, block) for block in one.chunk["blocks"]
     )
-    return one.own and cells == total and fits and one.chunk["recompute"] == settings.recompute
+    same = one.chunk["recompute"] == settings.recompute
+    return one.own and covered and cells == total and fits and same
 
 
 def _fits(context: "Context", block: Plain) -> bool:
@@ -205,13 +253,13 @@ def _fits(context: "Context", block: Plain) -> bool:
 def kept_controls(context: "Context", earlier: Sequence[Earlier]) -> Kept | None:
     """The null controls of an earlier plan that still speak for the rows and measures, or None."""
     comparison = Comparison(context)
-    wanted = [spec for spec in in_session(context.measures) if spec["kind"] != "generate"]
+    wanted = {spec["name"] for spec in controlled(context.measures)}
     for one in earlier:
         if one.role != "controls" or not comparison.answers(one.chunk):
             continue
-        names, first = comparison.names(one.chunk, wanted), one.chunk["blocks"][:1]
+        names, first = comparison.names(one.chunk), one.chunk["blocks"][:1]
         known = all(key in comparison.numbers for block in first for key in block["row_keys"])
-        if names is not None and known and not comparison.stale(one.chunk, first):
+        if wanted <= names.keys() and known and not comparison.stale(one.chunk, first, wanted):
             chunk = one.chunk | {"model": context.model}
             return Kept(chunk, len(keys_of(chunk)), [], names, True)
     return None

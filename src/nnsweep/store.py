@@ -67,7 +67,7 @@ class Store:
             logger.warning("%s: the plan of an earlier nnsweep is left aside", folder.name)
             return
         lying = sorted(path.stem for path in (folder / "chunks").glob("*.json"))
-        planned = [*in_order(plan), *filter(None, [plan["controls"]])]
+        planned = [*in_order(plan["chunks"]), *filter(None, [plan["controls"]])]
         for name in [*planned, *(name for name in lying if name not in planned)]:
             finished = any(self._usable(folder, engine, name, own) for engine in ENGINES)
             path = folder / "chunks" / f"{name}.json"

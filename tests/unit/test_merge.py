@@ -1,7 +1,9 @@
 """The chain of files with an engine that makes its numbers up: every value once, in its place."""
 
 import json
+import random
 import zlib
+from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
@@ -62,15 +64,17 @@ def number(point, row, kind="logit_diff"):
 class MadeUp:
     """An engine without a model; controls give the same number on every run.
 
-    The measure called `hole` has no number.
+    The measure called `hole` has no number; `shift` moves all numbers; `failing` says of values,
+    by their number in the chunk, why they failed.
     """
 
-    hole = None
+    hole, shift, failing = None, 0.0, MappingProxyType({})
 
     def one(self, point, row, spec):
         if point.startswith("control:"):
             return 0.5
-        return float("nan") if spec["name"] == self.hole else number(point, row, spec["kind"])
+        found = number(point, row, spec["kind"]) + self.shift
+        return float("nan") if spec["name"] == self.hole else found
 
     def run(self, chunk, report):
         values = [
@@ -86,7 +90,10 @@ class MadeUp:
             "versions": versions(),
             "seconds_run": 0.0,
         }
-        return Result(torch.tensor(values), facts, [])
+        values = torch.tensor(values)
+        failing = {} if chunk["blocks"][0]["passes"][0]["points"][0][0] == "c" else self.failing
+        values[list(failing)] = float("nan")
+        return Result(values, facts, [], dict(failing))
 
 
 class Chain:
@@ -437,12 +444,13 @@ def growing(chain):
 
 def chunk_names(results):
     plan = read_json(results / "plan.json")
-    return list(in_order(plan))
+    return list(in_order(plan["chunks"]))
 
 
 def fresh(growing, **changes):
     """The same sweep in a results folder of its own."""
-    return growing.run(name="elsewhere/alone", **changes)[2]
+    count = len(list(growing.chain.folder.glob("fresh*")))
+    return growing.run(name=f"fresh{count}/alone", **changes)[2]
 
 
 GROWTH = [
@@ -564,19 +572,169 @@ def test_a_sample_is_taken_from_chunks_that_hold_more(growing):
     growing.run()
     axes = AXES | {"layer": [0, 2]}
     _, plan, table = growing.run(axes=axes, settings={"parity": {"points": 2}})
-    (part,) = plan.sample
-    name = part.chunk["chunk_id"]
-    growing.chain.run_chunk(growing.results, name)
-    sweep = growing.chain.sweep(RECORDS, axes=axes)
-    found = sample_values(
-        sweep,
-        growing.results,
-        [growing.results / "local" / "chunks" / f"{name}.parquet"],
-        {name: None},
-    )
+    assert len(plan.sample) == 1
+    lines = sampled(growing, "sample", axes=axes)
+    assert len({line["point_id"] for line in lines}) >= 2
+    assert_in(table, lines)
+
+
+BACK = {"kind": "recovery", "of": "gap", "min_gap": 0.1}
+
+
+def measures_run(plan):
+    """The measures of every chunk of a plan, in order."""
+    return [{spec["name"] for spec in chunk["measures"]} for chunk in plan.chunks]
+
+
+def test_a_new_measure_alone_is_computed(growing):
+    """It reads an answer that nobody read before; what is there keeps its bytes."""
+    growing.run(measures={"extra": TWO["extra"]})
+    parts = growing.results / "local" / "chunks"
+    before = {path: path.stat().st_mtime_ns for path in parts.iterdir()}
+    ran, plan, table = growing.run(measures=TWO)
+    assert ran == 30
+    count = len(plan.chunks) // 2
+    assert measures_run(plan) == [{"extra"}] * count + [{"gap"}] * count
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert table.read_bytes() == fresh(growing, measures=TWO).read_bytes()
+
+
+def test_a_new_recovery_brings_its_measure_but_not_its_values(growing):
+    """Two chunks have the gap; the earlier one gives it."""
+    growing.run(measures={"gap": TWO["gap"]})
+    growing.chain.engine.shift = 1.0
+    _, plan, table = growing.run(measures={"gap": TWO["gap"], "back": BACK})
+    assert {"gap", "back"} in measures_run(plan)
+    lines = read_table(table).to_pylist()
+    assert all(0 <= line["gap"] < 1 <= line["back"] for line in lines)
+    again = growing.run(measures={"gap": TWO["gap"], "back": BACK})
+    assert again[0] == 0
+    assert read_table(again[2]).to_pylist() == lines
+
+
+def test_a_row_that_comes_with_a_measure_gets_both_in_one_pass(growing):
+    growing.run(records=RECORDS[:-1], measures={"gap": TWO["gap"]})
+    ran, plan, table = growing.run(measures=TWO)
+    assert ran == 30
+    assert {"gap", "extra"} in measures_run(plan)
+    assert table.read_bytes() == fresh(growing, measures=TWO).read_bytes()
+
+
+def test_what_nobody_has_run_gets_all_measures_in_one_pass(growing):
+    sweep = growing.chain.sweep(RECORDS, measures={"gap": TWO["gap"]})
+    growing.chain.plan(sweep, growing.results, chunk_passes=3, batch_rows=4)
+    _, plan, _ = growing.run(measures=TWO)
+    assert all(found == {"gap", "extra"} for found in measures_run(plan))
+
+
+def test_another_sweeps_chunks_that_lack_a_measure_are_left_aside(growing):
+    growing.run(measures={"gap": TWO["gap"]})
+    _, plan, _ = growing.run(name="copy", measures=TWO)
+    assert all(found == {"gap", "extra"} for found in measures_run(plan))
+
+
+def test_a_point_that_fails_for_one_measure_keeps_the_others(growing):
+    growing.run(measures={"gap": TWO["gap"]})
+    growing.chain.engine.failing = {0: "index 9"}
+    _, _, table = growing.run(measures=TWO)
+    lines = [line for line in read_table(table).to_pylist() if line["status"] == "error"]
+    assert lines
+    assert {line["reason"] for line in lines} == {"index 9"}
+    assert all(line["gap"] is not None and line["extra"] is None for line in lines)
+
+
+@pytest.mark.parametrize("hole", ["gap", "extra"])
+def test_reasons_of_two_chunks_are_those_of_one(growing, hole):
+    growing.chain.engine.hole = hole
+    growing.run(measures={"extra": TWO["extra"]})
+    table = growing.run(measures=TWO)[2]
+    assert {line["reason"] for line in read_table(table).to_pylist()} == {f"{hole} is not finite"}
+    assert table.read_bytes() == fresh(growing, measures=TWO).read_bytes()
+
+
+def test_a_part_of_a_grown_sweep_that_loses_a_value_is_named(growing):
+    growing.run(measures={"gap": TWO["gap"]})
+    _, plan, _ = growing.run(measures=TWO)
+    name = plan.chunks[-1]["chunk_id"]
+    rewrite(growing.results / f"local/chunks/{name}.parquet", lambda part: part.slice(1))
+    sweep = growing.chain.sweep(RECORDS, measures=TWO)
+    with pytest.raises(CheckFailed, match=rf"{name}.parquet: \d+ values, the plan takes"):
+        merge_chunks(sweep, growing.results, "local", growing.results / "local")
+
+
+@pytest.mark.parametrize("name", ["sample", "calibration"])
+def test_samples_of_a_grown_sweep_have_all_measures_once(growing, name):
+    """A changed answer leaves stale values behind, a new measure has chunks of its own."""
+    settings = {"parity": {"points": 3}, "mixed": {"calibration_points": 3}}
+    records = [RECORDS[0] | {"base_answer": "Lima"}, *RECORDS[1:]]
+    growing.run(measures={"gap": TWO["gap"]})
+    growing.run(records=records, measures={"gap": TWO["gap"]})
+    _, plan, table = growing.run(records=records, measures=TWO, settings=settings)
+    assert len(getattr(plan, name)) > 1
+    lines = sampled(growing, name, records, measures=TWO)
+    assert len({line["point_id"] for line in lines}) >= 3
+    assert_in(table, lines)
+
+
+def test_a_sample_of_chunks_that_hold_the_same_value_has_it_once(growing):
+    growing.run(axes=AXES | {"layer": [0, 1]})
+    growing.run(name="far/away", axes=AXES | {"layer": [1, 2]})
+    (growing.chain.folder / "far" / "away").rename(growing.chain.folder / "away")
+    _, plan, table = growing.run(settings={"mixed": {"calibration_points": 6}})
+    held = [key for part in plan.calibration for key in keys_of(part.chunk)]
+    assert len(held) > len(set(held))
+    lines = sampled(growing, "calibration")
+    assert len(lines) == 30
+    assert_in(table, lines)
+
+
+CHOICES = {
+    "gap": TWO["gap"],
+    "extra": TWO["extra"],
+    "other": {"kind": "log_prob", "answer": "foil"},
+    "back": BACK,
+}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_story_of_changes_ends_as_a_fresh_run(growing, seed):
+    """Measures, rows, answers and layers come and go; samples always stand in the table."""
+    dice = random.Random(seed)
+    for _ in range(6):
+        picked = sorted(CHOICES, key=lambda _: dice.random())[: dice.randint(1, 4)]
+        names = [*picked, *(["gap"] if "back" in picked and "gap" not in picked else [])]
+        records = [dict(one) for one in RECORDS[: dice.randint(3, len(RECORDS))]]
+        dice.choice(records)["base_answer"] = dice.choice(["Lima", "Oslo"])
+        how = {
+            "records": records,
+            "axes": AXES | {"layer": dice.sample(range(4), dice.randint(1, 3))},
+            "measures": {name: CHOICES[name] for name in names},
+        }
+        cut = {"batch_rows": dice.choice([2, 4]), "chunk_passes": dice.choice([1, 3])}
+        points = {"parity": {"points": 2}, "mixed": {"calibration_points": 2}}
+        _, plan, table = growing.run(settings=cut | points, **how)
+        assert table.read_bytes() == fresh(growing, **how).read_bytes()
+        for name in ("sample", "calibration"):
+            if getattr(plan, name):
+                assert_in(table, sampled(growing, name, **how))
+
+
+def sampled(growing, name, records=RECORDS, **changes):
+    """The values of a sample of the plan, run and read."""
+    wanted = read_json(growing.results / "plan.json")[name]
+    for chunk in wanted:
+        growing.chain.run_chunk(growing.results, chunk)
+    parts = [growing.results / "local" / "chunks" / f"{chunk}.parquet" for chunk in wanted]
+    sweep = growing.chain.sweep(records, **changes)
+    return sample_values(sweep, growing.results, parts, wanted).to_pylist()
+
+
+def assert_in(table, lines):
+    """The lines stand in the table, each once."""
     whole = {(line["point_id"], line["row_id"]): line for line in read_table(table).to_pylist()}
-    assert len({line["point_id"] for line in found.to_pylist()}) >= 2
-    assert all(line == whole[line["point_id"], line["row_id"]] for line in found.to_pylist())
+    found = {(line["point_id"], line["row_id"]): line for line in lines}
+    assert len(found) == len(lines) > 0
+    assert found.items() <= whole.items()
 
 
 def test_planning_twice_writes_the_same_files(chain):

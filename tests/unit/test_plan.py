@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 from nnsweep.chunks import (
     clean_runs,
     forward_passes,
-    inert_rows,
     keys_of,
     naive_passes,
     pass_ids,
@@ -281,7 +280,7 @@ def test_a_point_that_cannot_differ_is_known(tmp_path, write, inert):
     rows = rows_of(sweep, tmp_path, [RECORDS[0]])
     plan = plan_of(sweep, rows)
     assert [item["inert"] for item in passes_of(plan)] == [inert]
-    assert inert_rows(plan.chunks) == ({plan.points[0].point_key: 1} if inert else {})
+    assert plan.inert == {plan.points[0].point_key: int(inert)}
     (block,) = plan.chunks[0]["blocks"]
     means = sum(len(one["batches"]) for one in plan.chunks[0]["references"].values())
     assert forward_passes(plan.chunks) == clean_runs(block) + means + (not inert)
