@@ -163,6 +163,13 @@ def in_session(measures: Sequence[Plain]) -> list[Plain]:
     return [spec for spec in measures if spec["kind"] not in TEXTS]
 
 
+def every(measures: Iterable[Plain]) -> list[Plain]:
+    """The measures and those that they are taken of."""
+    found = {spec["name"]: spec for spec in measures}
+    taken = {spec["of"]["name"]: spec["of"] for spec in found.values() if "of" in spec}
+    return list((taken | found).values())
+
+
 def columns(measures: Sequence[Plain]) -> list[str]:
     """Names of the columns that a session returns: NAME, or NAME.0, NAME.1, ... of a list."""
     found = []

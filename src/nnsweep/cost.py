@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from nnsweep.chunks import backward_runs, forward_passes, naive_passes
+from nnsweep.chunks import backward_runs, every, forward_passes, naive_passes
 from nnsweep.config import Ndif
 from nnsweep.errors import UserError
 
@@ -109,12 +109,12 @@ def _chain_tokens(item: Plain, width: int, donors: int, full: bool) -> int:
 def _tokens_behind(chunk: Plain, block: Plain) -> int:
     """Tokens that are run behind the prompts of a block: new ones, and those of whole answers."""
     specs = chunk["measures"]
-    whole = {spec["name"]: spec["answer"] for spec in specs if spec.get("tokens") == "sum"}
-    sizes = {name: max(map(len, block["answer_ids"][name])) - 1 for name in whole.values()}
+    whole = {spec["answer"] for spec in every(specs) if spec.get("tokens") == "sum"}
+    sizes = {name: max(map(len, block["answer_ids"][name])) - 1 for name in whole}
     steps = sum(spec["k"] - 1 for spec in specs if spec["kind"] == "generate")
     points = sum(len(item["points"]) for item in block["passes"])
     # A recovery reads whole answers behind the clean prompt and behind the donor, too.
-    recovered = 2 * any(spec.get("of") in whole for spec in specs)
+    recovered = 2 * any(spec["of"].get("tokens") == "sum" for spec in specs if "of" in spec)
     return len(block["ids"]) * (points * steps + (points + recovered) * sum(sizes.values()))
 
 

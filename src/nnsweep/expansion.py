@@ -16,7 +16,7 @@ from nnsweep.cost import rows_that_fit
 from nnsweep.errors import UserError
 from nnsweep.memory import available
 from nnsweep.plan import make_plan
-from nnsweep.planned import Kept, Plan, Settings, identity
+from nnsweep.planned import PLAN_FORMAT, Kept, Plan, Settings, identity
 from nnsweep.prompts import PromptRow
 from nnsweep.store import Store
 from nnsweep.sweep import Sweep, axis_kinds
@@ -116,6 +116,7 @@ def _resolved(sweep: Sweep, model: Plain) -> Plain:
 def plan_summary(plan: Plan, settings: Settings) -> Plain:
     """plan.json: the chunks, what is taken of each, and what a naive loop costs."""
     return {
+        "format": PLAN_FORMAT,
         "chunks": _records(plan.parts, plan),
         "controls": plan.controls and plan.controls["chunk_id"],
         "control_measures": plan.controls and _translation(plan.controls, plan.control_names),

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from nnsweep.registry import REGISTRY
 from nnsweep.summary import LENS_AXIS, of_measure
-from nnsweep.sweep import Sweep, axis_kinds, value_measures
+from nnsweep.sweep import Sweep, axis_kinds, measure_of, value_measures
 from nnsweep.tables import (
     read_table,
     read_values,
@@ -200,7 +200,7 @@ def _colour_bar(figure: Figure, sweep: Sweep, measure: str) -> None:
 def _unit(sweep: Sweep, measure: str) -> str:
     spec = sweep.measures[measure]
     if spec.kind == "attribution" and spec.of is not None:
-        spec = sweep.measures[spec.of]
+        return f"{measure} ({REGISTRY[measure_of(sweep, spec)[1].kind].unit})"
     return f"{measure} ({REGISTRY[spec.kind].unit})"
 
 
@@ -210,7 +210,7 @@ def _title(sweep: Sweep, measure: str, frame: pd.DataFrame, hidden: int) -> str:
     if spec.answers:
         what += f" of {spec.answers[0]} over {spec.answers[1]}"
     elif spec.answer or spec.of:
-        what += f" of {spec.answer or spec.of}"
+        what += f" of {spec.answer or measure_of(sweep, spec)[0]}"
     low, high = frame["n"].min(), frame["n"].max()
     rows = f"n = {low}" if low == high else f"n = {low} to {high}"
     more = f", {hidden} panels not drawn" if hidden else ""

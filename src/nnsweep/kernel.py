@@ -30,7 +30,8 @@ def run_chunk(model, chunk, functions, report):
     tools = {"shape": chunk["model"]["shape"], "measures": chunk["measures"]}
     tools["functions"] = functions
     tools["generate"] = next((s for s in tools["measures"] if s["kind"] == "generate"), None)
-    summed = [s["answer"] for s in tools["measures"] if s.get("tokens") == "sum"]
+    tools["every"] = every(chunk["measures"])
+    summed = [s["answer"] for s in tools["every"] if s.get("tokens") == "sum"]
     tools["summed"] = list(dict.fromkeys(summed))
     tools["references"] = {
         number: reference_values(model, tools, wanted)
@@ -61,6 +62,12 @@ def run_chunk(model, chunk, functions, report):
     return torch.cat(parts)
 
 
+def every(measures):
+    """The measures and those that they are taken of."""
+    found = {spec["name"]: spec for spec in measures}
+    return list((found | {s["of"]["name"]: s["of"] for s in measures if "of" in s}).values())
+
+
 def repeated(run, count):
     """The clean run, as if that many points had run."""
     return {
@@ -85,7 +92,7 @@ def clean_state(model, tools, block):
     how = {"captures": captures(edits, block, "self"), "starts": starts, "shared": block["shared"]}
     specs = tools["measures"]
     recovered = [spec["of"] for spec in specs if spec["kind"] == "recovery"]
-    whole = any(s["name"] in recovered and s.get("tokens") == "sum" for s in specs)
+    whole = any(spec.get("tokens") == "sum" for spec in recovered)
     how |= {"caching": whole or any(item["start"] for item in running), "reads": tools["reads"]}
     how |= {"answers": block["answers"]}
     clean = clean_run(model, tools, block["ids"], block["measured"], how)
@@ -93,7 +100,7 @@ def clean_state(model, tools, block):
         clean["scores"] = scores(model, tools, block, block["ids"], 1, clean)
     state = {"clean": clean, "donor": None, "starts": starts, "references": tools["references"]}
     theirs = captures(edits, block, "donor")
-    lens = [spec["name"] for spec in specs if spec["name"] in recovered and "lens" in spec]
+    lens = [spec["name"] for spec in recovered if "lens" in spec]
     read = lens or any("read" in spec and spec["against"] == "donor" for spec in specs)
     if theirs or read or recovered:
         how = {"captures": theirs, "shared": block["donor_shared"], "caching": whole}
@@ -501,7 +508,7 @@ def assemble_reads(shape, job, state, found):
 def lens_columns(model, tools, job, state, found):
     """The measures of the logit lens: name -> (points * rows,)."""
     shape, rows = tools["shape"], job["rows"]
-    specs = [spec for spec in tools["measures"] if "lens" in spec and job["answers"] is not None]
+    specs = [spec for spec in tools["every"] if "lens" in spec and job["answers"] is not None]
     wanted = job.get("lens")
     specs = specs if wanted is None else [spec for spec in specs if spec["name"] in wanted]
     answers = {name: torch.tensor(ids) for name, ids in (job["answers"] or {}).items()}
@@ -750,8 +757,7 @@ def gradients(model, tools, block, edits):
         (path, side) -> (activation (rows, tokens, width), measure -> its gradient there).
     """
     shape, tokens = tools["shape"], torch.tensor(block["ids"])
-    kinds = {spec["name"]: spec for spec in tools["measures"]}
-    of = {s["name"]: kinds[s["of"]] for s in tools["measures"] if s["kind"] == "attribution"}
+    of = {spec["name"]: spec["of"] for spec in tools["measures"] if spec["kind"] == "attribution"}
     taps = {(edit["tap"]["path"], edit["tap"]["side"]): edit["tap"] for edit in edits}
     taps = dict(sorted(taps.items(), key=lambda item: item[1]["order"]))
     inputs = forward_inputs(shape, tokens, 0, block["measured"])
@@ -840,7 +846,6 @@ def measured(tools, run, block, state):
 def measured_point(tools, run, answers, state):
     """All measures of one point: float32 (rows, columns)."""
     functions, clean, logits = tools["functions"], state["clean"]["logits"], run["logits"]
-    kinds = {spec["name"]: spec for spec in tools["measures"]}
     columns = []
     for spec in tools["measures"]:
         if "lens" in spec:
@@ -856,7 +861,7 @@ def measured_point(tools, run, answers, state):
             found = cosine(run["reads"][spec["read"]], other[spec["read"]])
         elif spec["kind"] == "recovery":
             ours, theirs, base = (
-                alone(functions, kinds[spec["of"]], one, answers)
+                alone(functions, spec["of"], one, answers)
                 for one in (run, state["donor"], state["clean"])
             )
             found = recovered(ours, base, theirs, spec["min_gap"])

@@ -1,13 +1,13 @@
 """Measures as a session reads them: one a column, and the places inside the model they read."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from nnsweep.chunks import GENERATE, in_session
+from nnsweep.chunks import GENERATE, every, in_session
 from nnsweep.errors import UserError
 from nnsweep.sites import limits_of, require_site, tap
-from nnsweep.sweep import GENERATED, Sweep
-from nnsweep.sweep_measures import Lens, Read
+from nnsweep.sweep import GENERATED, Sweep, measure_of
+from nnsweep.sweep_measures import Inner, Lens, Measure, Read, Reading
 from nnsweep.sweep_words import HEADED
 
 Plain = dict[str, Any]
@@ -19,31 +19,15 @@ def measure_list(sweep: Sweep, shape: Plain) -> tuple[list[Plain], list[Plain]]:
     """The measures as plain data, in the order of their columns, and the places they read.
 
     A lens is one measure a layer, called NAME.LAYER, and so is a recovery of it; `lens` and `read`
-    become numbers of a place.
+    become numbers of a place, and `of` the measure itself.
 
     Raises:
         UserError: a place that the model does not have.
     """
-    measures: list[Plain] = []
     reads: list[Plain] = []
+    measures: list[Plain] = []
     for name, measure in sweep.measures.items():
-        plain = {"name": name, **measure.model_dump(exclude_none=True)}
-        if measure.lens is not None:
-            for layer, read in _lens_reads(f"measures.{name}.lens", sweep, measure.lens, shape):
-                number = _numbered(read, reads)
-                measures.append(plain | {"name": f"{name}.{layer}", "lens": number})
-        elif measure.read is not None:
-            place = measure.read
-            _check_read(f"measures.{name}.read", place, shape)
-            where = tap(shape, place.site, place.layer, place.head)
-            read = {"tap": where, "position": place.position}
-            measures.append(plain | {"read": _numbered(read, reads)})
-        elif measure.kind == "recovery" and (lens := sweep.measures[str(measure.of)].lens):
-            for layer in _lens_layers(lens, shape):
-                of = {"name": f"{name}.{layer}", "of": f"{measure.of}.{layer}"}
-                measures.append(plain | of)
-        else:
-            measures.append(plain)
+        measures += _columns_of(sweep, shape, name, measure, reads)
     if sweep.generate is not None:
         how = sweep.generate
         steps = {"prompt": [0], "all": list(range(how.max_new_tokens))}.get(
@@ -53,6 +37,31 @@ def measure_list(sweep: Sweep, shape: Plain) -> tuple[list[Plain], list[Plain]]:
             {"name": GENERATED[0], "kind": GENERATE, "k": how.max_new_tokens, "steps": steps}
         )
     return measures, reads
+
+
+def _columns_of(
+    sweep: Sweep, shape: Plain, name: str, measure: Reading, reads: list[Plain]
+) -> list[Plain]:
+    """One measure of a sweep, or the one of each layer; places that it reads go into `reads`."""
+    plain = {"name": name, **measure.model_dump(exclude_none=True)}
+    if measure.lens is not None:
+        return [
+            plain | {"name": f"{name}.{layer}", "lens": _numbered(read, reads)}
+            for layer, read in _lens_reads(f"measures.{name}.lens", sweep, measure.lens, shape)
+        ]
+    if isinstance(measure, Measure) and measure.read is not None:
+        place = measure.read
+        _check_read(f"measures.{name}.read", place, shape)
+        where = tap(shape, place.site, place.layer, place.head)
+        read = {"tap": where, "position": place.position}
+        return [plain | {"read": _numbered(read, reads)}]
+    if isinstance(measure, Measure) and measure.of is not None:
+        inner = isinstance(measure.of, Inner)
+        of_name = f"{name}.of" if inner else str(measure.of)
+        found = _columns_of(sweep, shape, of_name, measure_of(sweep, measure)[1], reads)
+        tails = [one["name"].removeprefix(of_name) for one in found]
+        return [plain | {"name": name + t, "of": one} for t, one in zip(tails, found, strict=True)]
+    return [plain]
 
 
 def _check_read(path: str, place: Read, shape: Plain) -> None:
@@ -86,30 +95,31 @@ def controlled(measures: Sequence[Plain]) -> list[Plain]:
     return [spec for spec in in_session(measures) if spec["kind"] != GENERATE]
 
 
-def answers_of(measures: Sequence[Plain], names: Iterable[str]) -> set[str]:
+def answers_of(measures: Iterable[Plain]) -> set[str]:
     """The answers that some measures read."""
-    specs = {spec["name"]: spec for spec in measures}
-    asked = [specs[name] for name in names]
-    asked += [specs[spec["of"]] for spec in asked if "of" in spec]
+    asked = every(measures)
     found = {name for spec in asked for name in spec.get("answers") or []}
     return found | {spec["answer"] for spec in asked if "answer" in spec}
 
 
 def restricted(
-    measures: Sequence[Plain], reads: Sequence[Plain], names: Iterable[str]
+    measures: Sequence[Plain], reads: Sequence[Plain], names: Collection[str]
 ) -> tuple[list[Plain], list[Plain]]:
     """The measures that a session needs for some of them, and the places that those read.
 
-    A recovery needs its measure; what is generated decides how every write is made.
+    What is generated belongs to them, since it decides at which tokens writes are made.
     """
-    specs = {spec["name"]: spec for spec in in_session(measures)}
-    needed = set(names) | {specs[name]["of"] for name in names if "of" in specs[name]}
-    found: list[Plain] = []
     places: list[Plain] = []
-    for name, spec in specs.items():
-        if name in needed or spec["kind"] == GENERATE:
-            own = {key: _numbered(reads[spec[key]], places) for key in READING & spec.keys()}
-            found.append(spec | own)
+
+    def moved(spec: Plain) -> Plain:
+        own = {key: _numbered(reads[spec[key]], places) for key in READING & spec.keys()}
+        return spec | own | ({"of": moved(spec["of"])} if "of" in spec else {})
+
+    found = [
+        moved(spec)
+        for spec in in_session(measures)
+        if spec["name"] in names or spec["kind"] == GENERATE
+    ]
     return found, places
 
 

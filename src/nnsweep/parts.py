@@ -75,9 +75,8 @@ def _reason(specs: Mapping[str, Plain], bad: Any) -> str:
     parts = []
     for (name, spec), wrong in zip(specs.items(), bad, strict=True):
         if wrong and spec["kind"] == "recovery":
-            parts.append(
-                f"{name}: clean and donor differ in {spec['of']} by less than {spec['min_gap']}"
-            )
+            of, least = spec["of"]["name"], spec["min_gap"]
+            parts.append(f"{name}: clean and donor differ in {of} by less than {least}")
         elif wrong and spec["kind"] == GENERATE:
             continue  # The text has ended.
         elif wrong and spec["kind"] == "cosine":

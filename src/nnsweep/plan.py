@@ -13,6 +13,7 @@ from typing import Any
 
 from nnsweep import SEMANTICS
 from nnsweep.chunks import (
+    every,
     in_session,
     keys_of,
     refs,
@@ -22,7 +23,7 @@ from nnsweep.edits import Edits, edit_positions
 from nnsweep.errors import UserError
 from nnsweep.grid import expand, position_names
 from nnsweep.inert import cannot_move
-from nnsweep.measure_plan import measure_list, restricted
+from nnsweep.measure_plan import answers_of, measure_list, restricted
 from nnsweep.null_controls import NullControls
 from nnsweep.planned import (
     Kept,
@@ -138,8 +139,7 @@ class Context:
         self.sweep, self.model, self.rows = sweep, model, rows
         self.settings, self.shape = settings, model["shape"]
         self.measures, self.reads = measure_list(sweep, model["shape"])
-        measures = sweep.measures.values()
-        self.answers = sorted({n for m in measures for n in [m.answer, *(m.answers or [])] if n})
+        self.answers = sorted(answers_of(self.measures))
         self.donors = uses_donor(sweep)
         self.estimates_only = all(spec["kind"] == "attribution" for spec in self.measures)
         self.edits = Edits(sweep, self.shape, rows, load_vector)
@@ -161,11 +161,11 @@ class Context:
     def _check_window(self) -> None:
         """Refuse whole answers behind prompts of which a sliding window forgets the beginning."""
         window = self.shape["window"]
-        whole = {s["name"]: s["answer"] for s in self.measures if s.get("tokens") == "sum"}
-        theirs = any(s.get("of") in whole for s in self.measures)
+        whole = {s["answer"] for s in every(self.measures) if s.get("tokens") == "sum"}
+        theirs = any(s["of"].get("tokens") == "sum" for s in self.measures if "of" in s)
         for row in self.rows if window is not None else []:
             prompt = max(len(row.ids), len(row.donor_ids) if theirs else 0)
-            length = prompt + max((len(row.answers[name]) for name in whole.values()), default=0)
+            length = prompt + max((len(row.answers[name]) for name in whole), default=0)
             if whole and row.reason is None and length > window:
                 raise UserError(
                     f"row {row.row_id}: tokens: sum takes prompt and answer within the sliding "

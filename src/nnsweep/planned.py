@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 Plain = dict[str, Any]
+PLAN_FORMAT = 2
+"""Form of plan.json and of the chunks that it names."""
+
 VectorLoader = Callable[[Plain, int | None], list[float]]
 """(vector file, layer) -> the vector's values."""
 

@@ -21,7 +21,7 @@ from nnsweep.chat import Template, answer_join, chat_of, template_of
 from nnsweep.errors import UserError
 from nnsweep.grid import edges_of
 from nnsweep.positions import Encoded, Place, Sides, edges_place, place_of
-from nnsweep.sweep import Sweep, donor_positions, named_positions, uses_donor
+from nnsweep.sweep import Sweep, donor_positions, named_positions, placed_measures, uses_donor
 from nnsweep.sweep_measures import needs_one_token
 from nnsweep.sweep_positions import Tokens
 from nnsweep.sweep_words import BETWEEN, edges_name
@@ -329,7 +329,7 @@ def _answers(
 ) -> tuple[dict[str, list[int]], str | None]:
     """Ids of each answer as they follow the prompt, and why the row cannot be used, if so."""
     answers, reason = {}, None
-    one = [measure for measure in sweep.measures.values() if needs_one_token(measure)]
+    one = [measure for _, measure in placed_measures(sweep) if needs_one_token(measure)]
     single = {name for m in one for name in [m.answer, *(m.answers or [])]}
     prefix = _prefix(sweep, base) if sweep.prompts.answers else ""
     for name, column in sweep.prompts.answers.items():
@@ -337,7 +337,7 @@ def _answers(
         answers[name] = ids
         reason = reason or _prefixed(f"answer {name} '{record[column]}'", problem)
     firsts = {name: ids[0] for name, ids in answers.items() if ids}
-    for measure in sweep.measures.values():
+    for _, measure in placed_measures(sweep):
         ids = [firsts[name] for name in measure.answers or [] if name in firsts]
         twice = next((token for token in ids if ids.count(token) > 1), None)
         if twice is not None:

@@ -7,7 +7,7 @@ A value is taken only where everything that decides it is the same: its point, t
 row, the row's answers and every position, and the meaning of the measure.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -117,11 +117,11 @@ class Comparison:
                 found[name] = name if name in same else same[0]
         return found
 
-    def stale(self, chunk: Plain, blocks: Sequence[Plain], names: Iterable[str]) -> set[str]:
+    def stale(self, chunk: Plain, blocks: Sequence[Plain], names: Collection[str]) -> set[str]:
         """Keys of rows whose answers, as some measures read them, or positions are others now."""
         named = {digest(spec): name for name, spec in chunk["positions"].items()}
         pairs = [(named[what], ours) for what, ours in self.positions.items() if what in named]
-        answers = answers_of(self.context.measures, names)
+        answers = answers_of(s for s in self.context.measures if s["name"] in names)
         return {
             key
             for block in blocks
@@ -152,7 +152,6 @@ def _meanings(
     measures: Sequence[Plain], reads: Sequence[Plain], positions: Mapping[str, Any]
 ) -> dict[str, str]:
     """Measure -> digest of what it means, whatever it and its positions are called."""
-    specs = {spec["name"]: spec for spec in in_session(measures)}
 
     def plain(spec: Plain) -> Plain:
         found = {key: value for key, value in spec.items() if key != "name"}
@@ -161,10 +160,10 @@ def _meanings(
                 read = reads[found[key]]
                 found[key] = [read["tap"], positions[read["position"]]]
         if "of" in found:
-            found["of"] = plain(specs[found["of"]])
+            found["of"] = plain(found["of"])
         return found
 
-    return {name: digest(plain(spec)) for name, spec in specs.items()}
+    return {spec["name"]: digest(plain(spec)) for spec in in_session(measures)}
 
 
 def reuse(context: "Context", points: Sequence[Point], earlier: Sequence[Earlier]) -> Reuse:

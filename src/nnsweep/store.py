@@ -15,6 +15,7 @@ from nnsweep import SEMANTICS
 from nnsweep.chunks import in_order
 from nnsweep.config import ENGINES, Config
 from nnsweep.errors import NnsweepError
+from nnsweep.planned import PLAN_FORMAT
 from nnsweep.provenance import versions
 from nnsweep.reuse import Earlier
 from nnsweep.tables import read_json, write_atomically
@@ -63,7 +64,7 @@ class Store:
         if not (folder / "plan.json").exists():
             return
         plan, own = read_json(folder / "plan.json"), folder == self.results
-        if "calibration" not in plan:
+        if plan.get("format") != PLAN_FORMAT:
             logger.warning("%s: the plan of an earlier nnsweep is left aside", folder.name)
             return
         lying = sorted(path.stem for path in (folder / "chunks").glob("*.json"))

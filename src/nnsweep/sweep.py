@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from nnsweep.documents import Strict
-from nnsweep.sweep_measures import Measure
+from nnsweep.sweep_measures import Inner, Measure, Reading
 from nnsweep.sweep_positions import BUILT_IN_POSITIONS, FORMS, Position, Tokens
 from nnsweep.sweep_words import (
     NAME,
@@ -282,10 +282,28 @@ def named_places(sweep: Sweep) -> list[tuple[str, str]]:
     """(path, position or `$axis`) of all that a write, a run or a measure names."""
     found = [(leaf.path, leaf.value) for leaf in placed_leaves(sweep) if leaf.field == "position"]
     found.append(("measure_at", sweep.measure_at))
-    for name, measure in sweep.measures.items():
-        for key, place in (("read", measure.read), ("lens", measure.lens)):
-            found += [(f"measures.{name}.{key}.position", place.position)] if place else []
+    for where, measure in placed_measures(sweep):
+        read = measure.read if isinstance(measure, Measure) else None
+        for key, place in (("read", read), ("lens", measure.lens)):
+            found += [(f"{where}.{key}.position", place.position)] if place else []
     return [(path, name) for path, name in found if name is not None]
+
+
+def placed_measures(sweep: Sweep) -> list[tuple[str, Reading]]:
+    """Measures with their path in the file, those that others are taken of in place included."""
+    found: list[tuple[str, Reading]] = []
+    for name, measure in sweep.measures.items():
+        found.append((f"measures.{name}", measure))
+        if isinstance(measure.of, Inner):
+            found.append((f"measures.{name}.of", measure.of))
+    return found
+
+
+def measure_of(sweep: Sweep, measure: Measure) -> tuple[str, Reading]:
+    """The measure that a recovery or an attribution is taken of, and its name or kind."""
+    if isinstance(measure.of, Inner):
+        return measure.of.kind, measure.of
+    return str(measure.of), sweep.measures[str(measure.of)]
 
 
 def watched_positions(sweep: Sweep) -> list[str]:
@@ -301,7 +319,7 @@ def named_positions(sweep: Sweep) -> list[str]:
 
 def goes_on(sweep: Sweep) -> bool:
     """Whether anything is computed behind the prompt: new tokens, or answers of several."""
-    summed = any(measure.tokens == "sum" for measure in sweep.measures.values())
+    summed = any(measure.tokens == "sum" for _, measure in placed_measures(sweep))
     return sweep.generate is not None or summed
 
 

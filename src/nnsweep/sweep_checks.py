@@ -13,11 +13,12 @@ from nnsweep.sweep import (
     members_of,
     named_places,
     placed_leaves,
+    placed_measures,
     placed_writes,
     references,
     uses_donor,
 )
-from nnsweep.sweep_measures import TEXTS, unfit
+from nnsweep.sweep_measures import TEXTS, Inner, unfit
 from nnsweep.sweep_positions import BUILT_IN_POSITIONS, Tokens
 from nnsweep.sweep_words import EDGES, PROMPTS
 from nnsweep.sweep_writes import MeanDifference, misread, repeatable, roles
@@ -155,23 +156,30 @@ def _bad_measures(sweep: Sweep) -> list[str]:
     problems = []
     if not sweep.writes and any(m.kind == "attribution" for m in sweep.measures.values()):
         problems.append("measures: attribution estimates what writes do; this sweep has none")
-    for name, measure in sweep.measures.items():
+    for where, measure in placed_measures(sweep):
         answers = measure.answers or []
         if len(set(answers)) < len(answers):
-            problems.append(f"measures.{name}.answers: {answers} names an answer twice")
+            problems.append(f"{where}.answers: {answers} names an answer twice")
         for answer in [measure.answer, *answers]:
             if answer is not None and answer not in sweep.prompts.answers:
                 known = ", ".join(sweep.prompts.answers) or "none"
-                problems.append(f"measures.{name}: answer '{answer}' is not one of: {known}")
-        if measure.of is not None:
+                problems.append(f"{where}: answer '{answer}' is not one of: {known}")
+    return problems + list(_bad_of(sweep))
+
+
+def _bad_of(sweep: Sweep) -> Iterator[str]:
+    """Recoveries and attributions of what they cannot be taken of."""
+    for name, measure in sweep.measures.items():
+        if isinstance(measure.of, Inner):
+            if problem := unfit(measure, measure.of):
+                yield f"measures.{name}.of: {measure.of.kind} {problem}"
+        elif measure.of is not None:
             of = sweep.measures.get(measure.of)
             problem = "is no measure" if of is None else unfit(measure, of)
             fit = [k for k, each in sweep.measures.items() if unfit(measure, each) is None]
             known = f"Possible: {', '.join(fit) or 'none here'}"
-            problems += (
-                [f"measures.{name}.of: '{measure.of}' {problem}. {known}"] if problem else []
-            )
-    return problems
+            if problem:
+                yield f"measures.{name}.of: '{measure.of}' {problem}. {known}"
 
 
 def _latest(how: Generate) -> int:

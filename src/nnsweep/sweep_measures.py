@@ -74,7 +74,51 @@ class Lens(Strict):
     )
 
 
-class Measure(Strict):
+class Reading(Strict):
+    """What measures of logits have in common."""
+
+    kind: str
+    answer: str | None = Field(None, description="name of an answer")
+    answers: list[str] | None = Field(
+        None, description="[target, foil]; of prob and log_prob a set, summed", min_length=2
+    )
+    tokens: Literal["one", "sum"] = Field(
+        "one",
+        description="answers of several tokens: refused, or their log-probabilities summed, each "
+        "after those before it (log_prob, prob and cross_entropy of one answer)",
+    )
+    lens: Lens | None = Field(None, description="read logits inside the model (logit lens)")
+
+    @model_validator(mode="after")
+    def _fields_of_kind(self) -> "Reading":
+        allowed = MEASURES[self.kind]
+        fields = ("answer", "answers", "of", "k", "read")
+        given = [name for name in fields if getattr(self, name, None) is not None]
+        for field in given:
+            if field not in allowed:
+                raise ValueError(f"kind {self.kind} takes no '{field}'")
+        if len(given) != bool(allowed):
+            raise ValueError(f"kind {self.kind} needs '{"' or '".join(allowed)}'")
+        if self.kind == "logit_diff" and len(self.answers or []) != 2:
+            raise ValueError("kind logit_diff needs two answers, [target, foil]")
+        if self.tokens == "sum" and (self.kind not in SUMMED or self.answers or self.lens):
+            raise ValueError(
+                f"tokens: sum is for {', '.join(SUMMED)} of one answer, without a lens"
+            )
+        if self.lens and self.kind in NO_LENS:
+            raise ValueError(f"kind {self.kind} takes no lens")
+        return self
+
+
+class Inner(Reading):
+    """A measure that another one is taken of, without a column of its own."""
+
+    kind: Literal[
+        "match", "logit", "log_prob", "cross_entropy", "prob", "rank", "logit_diff", "entropy"
+    ]
+
+
+class Measure(Reading):
     """One number per point and prompt row, computed from the logits."""
 
     kind: Literal[
@@ -94,19 +138,10 @@ class Measure(Strict):
         "recovery",
         "attribution",
     ]
-    answer: str | None = Field(None, description="name of an answer")
-    answers: list[str] | None = Field(
-        None, description="[target, foil]; of prob and log_prob a set, summed", min_length=2
-    )
-    tokens: Literal["one", "sum"] = Field(
-        "one",
-        description="answers of several tokens: refused, or their log-probabilities summed, each "
-        "after those before it (log_prob, prob and cross_entropy of one answer)",
-    )
-    of: str | None = Field(
+    of: str | Inner | None = Field(
         None,
         description="the measure that is recovered (of a lens, at each layer) or estimated (no "
-        "lens, no tokens: sum)",
+        "lens, no tokens: sum): its name, or its keys where it needs no column",
     )
     min_gap: float = Field(0.1, gt=0, description="smallest clean-to-donor gap of `of` that counts")
     k: Annotated[int, Field(strict=True, ge=1, le=100)] | None = Field(
@@ -114,46 +149,25 @@ class Measure(Strict):
     )
     read: Read | None = Field(None, description="cosine: which activation is compared")
     against: Literal["text", "donor"] = Field("text", description="cosine: with which clean run")
-    lens: Lens | None = Field(None, description="read logits inside the model (logit lens)")
-
-    @model_validator(mode="after")
-    def _fields_of_kind(self) -> "Measure":
-        allowed = MEASURES[self.kind]
-        fields = ("answer", "answers", "of", "k", "read")
-        given = [name for name in fields if getattr(self, name) is not None]
-        for field in given:
-            if field not in allowed:
-                raise ValueError(f"kind {self.kind} takes no '{field}'")
-        if len(given) != bool(allowed):
-            raise ValueError(f"kind {self.kind} needs '{"' or '".join(allowed)}'")
-        if self.kind == "logit_diff" and len(self.answers or []) != 2:
-            raise ValueError("kind logit_diff needs two answers, [target, foil]")
-        if self.tokens == "sum" and (self.kind not in SUMMED or self.answers or self.lens):
-            raise ValueError(
-                f"tokens: sum is for {', '.join(SUMMED)} of one answer, without a lens"
-            )
-        if self.lens and self.kind in NO_LENS:
-            raise ValueError(f"kind {self.kind} takes no lens")
-        return self
 
 
-def recoverable(measure: Measure) -> bool:
+def recoverable(measure: Reading) -> bool:
     """Whether a measure is a number of a run alone, whose recovery can be asked for."""
     return measure.kind not in (*AGAINST_CLEAN, *TEXTS, "top_k")
 
 
-def needs_one_token(measure: Measure) -> bool:
+def needs_one_token(measure: Reading) -> bool:
     """Whether the answers of a measure must be single tokens."""
     return measure.tokens == "one" and measure.kind not in TEXTS
 
 
-def smooth(measure: Measure) -> bool:
+def smooth(measure: Reading) -> bool:
     """Whether a measure has a gradient at the one token where it is read."""
     alone = measure.lens is None and measure.tokens == "one"
     return recoverable(measure) and measure.kind not in ("match", "rank") and alone
 
 
-def unfit(measure: Measure, of: Measure) -> str | None:
+def unfit(measure: Measure, of: Reading) -> str | None:
     """Why `measure` cannot be taken of another measure, or None."""
     if measure.kind == "attribution" and of.lens is not None:
         return "is read through a lens, which attribution does not estimate; take its recovery"

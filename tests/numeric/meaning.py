@@ -405,11 +405,16 @@ class Reading:
             elif spec.get("tokens") == "sum":
                 out[name] = self.whole(spec, BASE, self.writes)
             elif spec["kind"] == "attribution":
-                out[name] = self.attribution(self.meaning.document["measures"][spec["of"]])
+                out[name] = self.attribution(self.of(spec))
             else:
                 logits = self.found["logits", None][self.at]
                 out[name] = self.number(spec, logits, self.clean["logits", None][self.at])
         return out
+
+    def of(self, spec: dict[str, Any]) -> dict[str, Any]:
+        """The measure that another one is taken of: named, or written in its place."""
+        found: dict[str, Any] = spec["of"]
+        return self.meaning.document["measures"][found] if isinstance(found, str) else found
 
     def number(self, spec: dict[str, Any], logits: Tensor, clean: Tensor) -> Any:
         """A measure of next-token logits."""
@@ -462,7 +467,7 @@ class Reading:
 
     def recovery(self, name: str, spec: dict[str, Any]) -> dict[str, float]:
         """How far from the clean run's number to the donor's; one for each layer of a lens."""
-        of = self.meaning.document["measures"][spec["of"]]
+        of = self.of(spec)
         ours, start, end = (
             self.alone(of, *run)
             for run in (

@@ -511,6 +511,8 @@ def test_recovery_of_a_lens_and_of_whole_answers(by_hand, measures):
         more["prompts"] = PLAIN["prompts"] | {"answers": LONG}
     document, records = case(write, axes={"layer": [0, 2]}, **more)
     expected = by_hand.check(document, records)
+    alone = by_hand.check(document | {"measures": in_place(measures)}, records)
+    same(alone, {k: {n: v[n] for n in alone[k]} for k, v in expected.items()})
     numbers = [v for values in expected.values() for n, v in values.items() if n.startswith("of_")]
     assert any(math.isnan(number) for number in numbers) or "lens" not in measures
     assert any(0.05 < abs(number) < 0.95 for number in numbers)
@@ -758,10 +760,27 @@ ESTIMATED = {
 }
 
 
+def in_place(measures):
+    """Estimates and recoveries alone, with their measures written in place."""
+    return {name: m | {"of": measures[m["of"]]} for name, m in measures.items() if "of" in m}
+
+
+@pytest.mark.parametrize("measures", [ESTIMATES, in_place(ESTIMATES)], ids=["beside", "alone"])
 @pytest.mark.parametrize("name", ESTIMATED)
-def test_estimates_are_gradient_times_change(by_hand, name):
-    document, records = case(*ESTIMATED[name], axes={"layer": [1, 2]}, measures=ESTIMATES)
+def test_estimates_are_gradient_times_change(by_hand, name, measures):
+    """Where nothing but estimates is asked for, no point is run at all."""
+    document, records = case(*ESTIMATED[name], axes={"layer": [1, 2]}, measures=measures)
     by_hand.check(document, records[1::2])
+
+
+def test_an_estimate_under_a_chain_needs_no_run_of_the_point(by_hand):
+    path = {"prompt": "donor", "writes": [at("resid_post", 0, "end", set=0.5)]}
+    chain = at("mlp_out", "$layer", "end", set={"patch": "path"})
+    document, records = case(
+        chain, axes={"layer": [1, 2]}, runs={"path": path}, measures=in_place(ESTIMATES)
+    )
+    expected = by_hand.check(document, records[1::2])
+    assert max(abs(number) for values in expected.values() for number in values.values()) > 0.01
 
 
 def test_an_estimate_of_a_pattern(by_hand):

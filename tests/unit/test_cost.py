@@ -88,6 +88,11 @@ ODD = {
             "slope": {"kind": "attribution", "of": "logit"},
         }
     },
+    "estimated alone": {
+        "measures": {
+            "slope": {"kind": "attribution", "of": {"kind": "logit", "answer": "target"}},
+        }
+    },
     "chains": {
         "writes": [RESID | {"set": {"patch": "path"}}],
         "runs": PATH,
@@ -122,6 +127,8 @@ EQUAL = [RECORDS[i] for i in (0, 1, 3)]
         ("generating", 4 * 3 * (5 + 5 + 3 * (5 + 3)), 4 * 3 * (5 + 5 + 3 * (5 + 3))),
         # Clean, donor, a pass forward and back; and layers 1 to 3, 2 to 3 and 3 of the last token.
         ("estimated, too", 3 * (4 * (5 + 5 + 3 * 5) + 6), 4 * 3 * (5 + 5 + 3 * 5 + 3 * 5)),
+        # The same, but the points run nothing.
+        ("estimated alone", 3 * 4 * (5 + 5 + 3 * 5), 4 * 3 * (5 + 5 + 3 * 5 + 3 * 5)),
         # Clean and donor; three chains; and the layers behind each write.
         ("chains", 3 * (4 * (5 + 5 + 3 * 5) + 6), 4 * 3 * (5 + 5 + 3 * (5 + 5))),
         ("a chain that cannot differ", 4 * 3 * 5, 4 * 3 * (5 + 3 * (5 + 5))),

@@ -178,6 +178,22 @@ WITHOUT_A_MODEL = {
         {"measures": {"m": LOGIT | {"kind": "rank"}, "slope": {"kind": "attribution", "of": "m"}}},
         "measures.slope.of: 'm' has no slope. Possible: none here",
     ),
+    "an estimate in place without a slope": (
+        {
+            "measures": {
+                "slope": {"kind": "attribution", "of": {"kind": "rank", "answer": "target"}}
+            }
+        },
+        "measures.slope.of: rank has no slope",
+    ),
+    "an estimate of a divergence": (
+        {"measures": {"slope": {"kind": "attribution", "of": {"kind": "kl"}}}},
+        "measures.slope.of.kind: got 'kl', expected 'match', ",
+    ),
+    "an estimate of nobody's answer": (
+        {"measures": {"slope": {"kind": "attribution", "of": LOGIT | {"answer": "third"}}}},
+        "measures.slope.of: answer 'third' is not one of: ",
+    ),
     "a recovered divergence": (
         {"measures": {"m": {"kind": "kl"}, "fit": LOGIT, "r": {"kind": "recovery", "of": "m"}}},
         "measures.r.of: 'm' is no number of one run alone. Possible: fit",

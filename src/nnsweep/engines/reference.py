@@ -87,7 +87,7 @@ class ReferenceEngine:
             else self._summed(block, one, "base", at_prompt)
             if one.get("tokens") == "sum"
             else self._recovered_sum(chunk, block, one, at_prompt)
-            if one["kind"] == "recovery" and _of(chunk, one).get("tokens") == "sum"
+            if one["kind"] == "recovery" and one["of"].get("tokens") == "sum"
             else self._column(chunk, one, changed, clean, donor, answers)
             for one in chunk["measures"]
         ]
@@ -239,7 +239,7 @@ class ReferenceEngine:
             lengths = ours.square().sum(-1).sqrt() * other.square().sum(-1).sqrt()
             return ((ours * other).sum(-1) / lengths)[:, None]
         if spec["kind"] == "recovery":
-            of = _of(chunk, spec)
+            of = spec["of"]
             ours, start, end = (
                 self._column(chunk, of, one, clean, donor, answers) for one in (run, clean, donor)
             )
@@ -278,7 +278,7 @@ class ReferenceEngine:
 
     def _recovered_sum(self, chunk: Plain, block: Plain, spec: Plain, hooks: list[Hook]) -> Tensor:
         """Recovery of a measure of whole answers: (rows, 1)."""
-        of = _of(chunk, spec)
+        of = spec["of"]
         start = self._summed(block, of, "base", [])
         end = self._summed(block, of, "donor", [])
         return _ratio(self._summed(block, of, "base", hooks), start, end, spec)
@@ -310,7 +310,7 @@ class ReferenceEngine:
         self, chunk: Plain, block: Plain, spec: Plain, hooks: list[Hook], answers: Any
     ) -> Tensor:
         """Gradient times change, summed over the places of one point: (rows, 1)."""
-        of = _of(chunk, spec)
+        of = spec["of"]
         places = {(tap["path"], tap["side"]): {**tap, "carry": None} for tap, _ in hooks}
         seen: dict[int, Tensor] = {}
 
@@ -349,12 +349,6 @@ class ReferenceEngine:
         logits: Tensor = self.module.get_output_embeddings()(hidden)[:, 0].float()
         cap = shape["lens"]["softcap"]
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def _of(chunk: Plain, spec: Plain) -> Plain:
-    """The measure that another one is taken of."""
-    found: Plain = next(other for other in chunk["measures"] if other["name"] == spec["of"])
-    return found
 
 
 def _ratio(ours: Tensor, start: Tensor, end: Tensor, spec: Plain) -> Tensor:
