@@ -25,7 +25,11 @@ PARTS = ("Snakefile", "workflow", "scripts", "config", "envs")
 NAME = "scale"
 ROWS = 50
 LAYERS, HEADS = 25, 8
-STEPS = ("plan", "dry run", "merge", "plan again", "summarize", "plot", "parity")
+MORE = " with a new measure"
+STEPS = (
+    *("plan", "dry run", "merge", "plan again", "summarize", "plot", "parity"),
+    *(f"plan{MORE}", f"merge{MORE}"),
+)
 MINUTE = 60.0
 JOB = """
 import sys
@@ -113,6 +117,14 @@ def project_of(folder, points, top_k=0):
     return folder
 
 
+def add_measure(folder):
+    """The sweep asks for a third measure now."""
+    path = folder / f"config/sweeps/{NAME}.yaml"
+    document = json.loads(path.read_text())
+    document["measures"]["other"] = {"kind": "prob", "answer": "foil"}
+    path.write_text(json.dumps(document))
+
+
 def write_prompts(path):
     """The shipped capitals, and some of them once more in a longer sentence."""
     with (ROOT / "config/prompts/capitals.csv").open() as stream:
@@ -163,7 +175,8 @@ def parts(sweep, results):
         jobs.open_engine = lambda *_, moved=moved: MadeUp(moved)
         for name in [*planned["chunks"], planned["controls"]]:
             files = [results / engine / f"chunks/{name}.{end}" for end in ("parquet", "json")]
-            jobs.run_chunk(results / f"chunks/{name}.json", engine, Config(), *files)
+            if not files[0].exists():
+                jobs.run_chunk(results / f"chunks/{name}.json", engine, Config(), *files)
     merge_chunks(sweep, results, "reference", results / "reference")
 
 
@@ -221,18 +234,21 @@ def measure_steps(scratch, points, top_k, steps):
     folder = project_of(scratch / str(points), points, top_k)
     prepared = f"results/{NAME}/plan.json"
     measured(snakemake(folder, prepared, "--cores", "2"), folder)
+    plan = json.loads((folder / prepared).read_text())
+    jobs = len(plan["chunks"]) + bool(plan["controls"])
     found = {}
     for step in steps:
-        if step == "merge":
+        if step == f"plan{MORE}":
+            add_measure(folder)
+        if step.startswith("merge"):
             measured([sys.executable, str(Path(__file__).resolve()), "--step", "parts"], folder)
         # Planned again, every part is there and is taken.
-        here = step.removesuffix(" again")
+        here = step.removesuffix(" again").removesuffix(MORE)
         command = [sys.executable, str(Path(__file__).resolve()), "--step", here]
         if step == "dry run":
             command = snakemake(folder, "-n", "--quiet", "all")
         found[step] = measured(command, folder)
-    plan = json.loads((folder / prepared).read_text())
-    return found, len(plan["chunks"]) + bool(plan["controls"])
+    return found, jobs
 
 
 def measure_snakemake(scratch, points):
