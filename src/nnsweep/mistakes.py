@@ -25,7 +25,10 @@ def lines(schema: Any, value: Any, error: ValidationError) -> list[str]:
     told = dict(_choices_of_keys(schema, value, found))
     deep = [p for p in found if not any(o != p and o[: len(p)] == p for o in found)]
     for place in deep:
-        if place[:-1] not in told and not _known_elsewhere(schema, place, found[place]):
+        aside = _known_elsewhere(schema, place, found[place]) or _beside_unknown(
+            schema, place, found
+        )
+        if place[:-1] not in told and not aside:
             told[place] = _sentence(schema, place, found[place])
     return [
         f"{'.'.join(str(part) for part in place)}: {sentence}" if place else sentence
@@ -74,18 +77,19 @@ def _holds(value: Any, part: int | str) -> bool:
 
 
 def _closest(value: Any, items: list[Any]) -> list[Any]:
-    """The mistakes of those options of a choice between keys that have the fewest of them."""
-    counts: dict[Place, dict[int | str, int]] = {}
+    """The mistakes of those options of a choice between keys that have the fewest keys wrong."""
+    wrong: dict[Place, dict[int | str, set[Place]]] = {}
     for item in items:
+        where = _place(value, item)
         for place, option in _options(value, item):
-            if len(_place(value, item)) > len(place) and item["input"] != {}:
-                of = counts.setdefault(place, {})
-                of[option] = of.get(option, 0) + 1
+            if len(where) > len(place) and item["input"] != {}:
+                wrong.setdefault(place, {}).setdefault(option, set()).add(where)
+    least = {place: min(map(len, options.values())) for place, options in wrong.items()}
     return [
         item
         for item in items
         if all(
-            counts.get(place, {}).get(option, 0) <= min(counts.get(place, {0: 0}).values())
+            len(wrong.get(place, {}).get(option, ())) <= least.get(place, 0)
             for place, option in _options(value, item)
         )
     ]
@@ -119,6 +123,17 @@ def _known_elsewhere(schema: Any, place: Place, items: list[Any]) -> bool:
     """Whether a key is unknown to one option of a choice only, and known to another."""
     unknown = all(item["type"] == "extra_forbidden" for item in items)
     return unknown and str(place[-1]) in _keys_at(schema, place[:-1])
+
+
+def _beside_unknown(schema: Any, place: Place, found: dict[Place, list[Any]]) -> bool:
+    """Whether a key is missing where one stands that no option knows: that one is the mistake."""
+    missing = all(item["type"] == "missing" for item in found[place])
+    return missing and any(
+        other[:-1] == place[:-1]
+        and any(item["type"] == "extra_forbidden" for item in found[other])
+        and not _known_elsewhere(schema, other, found[other])
+        for other in found
+    )
 
 
 # --- sentences ----------------------------------------------------------------------------------

@@ -194,6 +194,14 @@ WITHOUT_A_MODEL = {
         {"measures": {"slope": {"kind": "attribution", "of": LOGIT | {"answer": "third"}}}},
         "measures.slope.of: answer 'third' is not one of: ",
     ),
+    "a unit below 0": (
+        one(add={"vector": {"unit": -1}}),
+        "writes.0.add.vector.unit: got -1, expected 0 or more",
+    ),
+    "a vector of neither kind": (
+        one(add={"vector": {"plus": "text"}}),
+        "writes.0.add.vector.plus: unknown key (value 'text'). Allowed: file, key, mean, minus, ",
+    ),
     "a recovered divergence": (
         {"measures": {"m": {"kind": "kl"}, "fit": LOGIT, "r": {"kind": "recovery", "of": "m"}}},
         "measures.r.of: 'm' is no number of one run alone. Possible: fit",
