@@ -25,10 +25,8 @@ def lines(schema: Any, value: Any, error: ValidationError) -> list[str]:
     told = dict(_choices_of_keys(schema, value, found))
     deep = [p for p in found if not any(o != p and o[: len(p)] == p for o in found)]
     for place in deep:
-        aside = _known_elsewhere(schema, place, found[place]) or _beside_unknown(
-            schema, place, found
-        )
-        if place[:-1] not in told and not aside:
+        aside = _known_elsewhere(schema, place, found[place])
+        if place[:-1] not in told and not (aside or _beside_unknown(schema, value, place, found)):
             told[place] = _sentence(schema, place, found[place])
     return [
         f"{'.'.join(str(part) for part in place)}: {sentence}" if place else sentence
@@ -125,9 +123,9 @@ def _known_elsewhere(schema: Any, place: Place, items: list[Any]) -> bool:
     return unknown and str(place[-1]) in _keys_at(schema, place[:-1])
 
 
-def _beside_unknown(schema: Any, place: Place, found: dict[Place, list[Any]]) -> bool:
-    """Whether a key is missing where one stands that no option knows: that one is the mistake."""
-    missing = all(item["type"] == "missing" for item in found[place])
+def _beside_unknown(schema: Any, value: Any, place: Place, found: dict[Place, list[Any]]) -> bool:
+    """Whether an option misses a key where one stands that none knows: that one is the mistake."""
+    missing = all(i["type"] == "missing" and any(_options(value, i)) for i in found[place])
     return missing and any(
         other[:-1] == place[:-1]
         and any(item["type"] == "extra_forbidden" for item in found[other])
