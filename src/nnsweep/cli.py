@@ -92,7 +92,10 @@ def explain(
     recompute: Annotated[str, typer.Option(help="fast or exact.")] = "fast",
     engine: Annotated[str, typer.Option(help="ndif adds requests and bytes.")] = "local",
 ) -> None:
-    """Show what a sweep will run and cost, and every position and answer as tokens (no weights)."""
+    """Show what a sweep will run and cost, and every position and answer as tokens.
+
+    Of a model from the Hub only config and tokenizer are fetched; a packaged one is converted once.
+    """
     from nnsweep.config import read_config
     from nnsweep.explain import explain as describe
     from nnsweep.log import quiet_libraries
@@ -103,6 +106,7 @@ def explain(
     given = {"batch_rows": number, "chunk_passes": chunk_passes, "recompute": recompute}
     config = read_config(given | {"engine": engine, "memory_gb": memory_gb})
     sweep = read_sweep(file)
+    _log_to_stderr()
     quiet_libraries()
     model = prepare(sweep.model.model_dump(), weights=False)
     with _about(file):
@@ -115,18 +119,25 @@ def model(
     name: Annotated[str, typer.Argument(help="smollm2-135m, a Hugging Face id, or a folder.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
     attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Fetch the weights, for machines without a network.")
+    ] = False,
 ) -> None:
-    """Show what a model offers: sizes, and every site with place, width and heads (no weights)."""
+    """Show what a model offers: sizes, and every site with place, width and heads.
+
+    Of a model from the Hub only config and tokenizer are fetched; a packaged one is converted once.
+    """
     from nnsweep.documents import parse
     from nnsweep.explain import describe_model
     from nnsweep.log import quiet_libraries
     from nnsweep.models import prepare
     from nnsweep.sweep import ModelSpec
 
+    _log_to_stderr()
     quiet_libraries()
     given = {"id": name, "revision": revision, "attention": attention}
     spec = parse(ModelSpec, given, "nnsweep model")
-    typer.echo(describe_model(prepare(spec.model_dump(), weights=False)))
+    typer.echo(describe_model(prepare(spec.model_dump(), weights)))
 
 
 @app.command(name="run-chunk")

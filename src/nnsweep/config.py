@@ -123,6 +123,12 @@ class Config(Strict):
     mixed: Mixed = Field(default=Mixed(), description="who runs what with engine `mixed`")
     session: Session = Field(default=Session(), description="size of a request")
 
+    def engines_here(self) -> list[str]:
+        """The engines whose chunks run on this machine, or its cluster, in such a run."""
+        if self.engine == "ndif":
+            return [self.parity.against] if self.parity.points else []
+        return ["local", "mixed"] if self.engine == "mixed" else [self.engine]
+
 
 def read_config(value: dict[str, Any]) -> Config:
     """Validate the workflow's configuration.

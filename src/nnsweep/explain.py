@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nnsweep.chunks import columns, forward_passes, keys_of, naive_passes
+from nnsweep.chunks import columns, forward_passes, keys_of, naive_passes, pass_ids
 from nnsweep.config import Config
 from nnsweep.cost import full_work, memory_of, operations, passes_of, work_of
 from nnsweep.expansion import settings_of
@@ -86,12 +86,22 @@ def _size(
     yield f"  points          {len(plan.points)} over axes {list(sweep.axes) or 'none'}"
     yield f"  prompt rows     {usable} usable of {len(rows)}"
     yield f"  values          {sum(len(p.rows) for p in plan.points) * len(columns(plan.measures))}"
-    yield f"  forward passes  {passes} in {len(plan.chunks)} chunks (a loop without reuse: {naive})"
+    yield f"  chunks          {_chunks(plan)}"
+    yield f"  forward passes  {passes} with the clean runs (a loop without reuse: {naive})"
     yield f"  layer x token   {work:,} computed, {full:,} in whole passes ({work / full:.0%})"
     yield from _reuse(model, plan, settings)
     yield f"  memory          about {memory_of(model, plan.chunks) / 1e9:.1f} GB"
     yield f"  time            about {_seconds(model, work):.0f} s of passes on this CPU"
     yield f"  planned in      {planned:.1f} s"
+
+
+def _chunks(plan: Plan) -> str:
+    """Jobs of the plan and their passes under writes."""
+    count = len(plan.chunks)
+    told = f"{count} {'chunk' if count == 1 else 'chunks'} of "
+    told += f"{sum(len(pass_ids(chunk)) for chunk in plan.chunks)} passes"
+    own = f", and one of {len(pass_ids(plan.controls))} null controls" if plan.controls else ""
+    return told + own
 
 
 def _remote(model: Plain, plan: Plan) -> Iterator[str]:

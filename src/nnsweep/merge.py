@@ -19,7 +19,7 @@ from nnsweep.errors import CheckFailed, NnsweepError
 from nnsweep.grid import position_names
 from nnsweep.measure_plan import controlled
 from nnsweep.parts import KEYS, Taken, nullable, read_part, refuse_count, take_parts, with_state
-from nnsweep.provenance import remote_cost, run_record
+from nnsweep.provenance import mixture, remote_cost, run_record
 from nnsweep.sweep import GENERATED, Sweep, axis_kinds, watched_positions
 from nnsweep.tables import (
     SESSIONS,
@@ -63,6 +63,8 @@ def merge_chunks(sweep: Sweep, results: Path, engine: str, output: Path) -> None
     write_table(output / "sessions.parquet", sessions, SESSIONS)
     own = {name: facts[name] for name in in_order(plan["chunks"])}
     record = run_record(sweep, results, engine, plan, own, values, verdict)
+    if mixed := mixture(record):
+        logger.warning("the chunks were not all made with the same %s", ", ".join(mixed))
     if engine == "ndif":
         record["remote"] = remote_cost(results, plan, sessions.to_pylist(), values)
     write_json(output / "run.json", record)

@@ -93,16 +93,23 @@ def locate(model: Mapping[str, Any]) -> Path:
     """
     if model["kind"] == "folder":
         return Path(model["id"])
-    if model["kind"] == "packaged":
-        folder = cache_folder() / "models" / model["id"]
-    else:
-        folder = _hub_snapshot(model["id"], model["revision"])
+    packaged = model["kind"] == "packaged"
+    name, revision = model["id"], model["revision"]
+    folder = cache_folder() / "models" / name if packaged else _hub_snapshot(name, revision)
     if not (folder / "config.json").exists():
+        where, variable = (cache_folder(), "NNSWEEP_CACHE") if packaged else (_hub(), "HF_HOME")
         raise UserError(
-            f"model {model['id']} is not prepared on this machine. "
-            "Run `snakemake --cores 1 results/SWEEP/model.json` where there is a network."
+            f"model {name} is not in {where}. Set {variable} to the folder that holds it, or run "
+            f"`nnsweep model {name} --weights` where there is a network."
         )
     return folder
+
+
+def _hub() -> Path:
+    """Where the Hugging Face Hub's files lie."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
 
 
 def folder_digest(folder: Path) -> str:
@@ -147,7 +154,7 @@ def _convert_gguf(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    logger.info("converting %s to float32 (about half a minute)", source.name)
+    logger.info("converting %s to float32 in %s (about half a minute)", source.name, folder)
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     # A dequantized model still says that it is quantized, and would refuse to be saved.

@@ -88,6 +88,16 @@ def remote_cost(results: Path, plan: Plain, sessions: Sequence[Plain], values: p
     }
 
 
+def mixture(record: Mapping[str, Any]) -> list[str]:
+    """What chunks of one engine were made with that differs between them: NAME (ONE, OTHER)."""
+    found = {name: record[name] for name in SAME if isinstance(record[name], list)}
+    packages = found.pop("versions", [])
+    for name in packages[0] if packages else ():
+        values = list(dict.fromkeys(one[name] for one in packages))
+        found |= {name: values} if len(values) > 1 else {}
+    return [f"{name} ({', '.join(map(str, values))})" for name, values in found.items()]
+
+
 def _distinct(facts: Mapping[str, Plain], name: str) -> Any:
     """The one value all chunks agree on, or the list of values where they do not."""
     found: list[Any] = []

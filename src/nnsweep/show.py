@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nnsweep.errors import UserError
+from nnsweep.provenance import mixture
 from nnsweep.summary import extremes
 from nnsweep.tables import measure_of, read_json, read_table
 
@@ -43,6 +44,8 @@ def _head(record: dict[str, Any]) -> Iterator[str]:
         f"(a loop without reuse: {record['forward_passes_naive']}), "
         f"{record['peak_memory_bytes'] / 1e9:.1f} GB"
     )
+    if "engines" not in record and (mixed := mixture(record)):
+        yield f"  chunks were not all made with the same {', '.join(mixed)}"
     for side, one in record.get("engines", {}).items():
         yield f"  {side}: {one['values']} value rows in {one['chunks']} chunks"
     if record["remote"]:

@@ -14,7 +14,7 @@ from typing import Any
 from nnsweep import SEMANTICS
 from nnsweep.chunks import in_order
 from nnsweep.config import ENGINES, Config
-from nnsweep.errors import NnsweepError
+from nnsweep.errors import NnsweepError, UserError
 from nnsweep.planned import PLAN_FORMAT
 from nnsweep.provenance import versions
 from nnsweep.reuse import Earlier
@@ -83,13 +83,33 @@ class Store:
             return False
         return own or self._made_alike(facts)
 
+    def refuse_unlike(self, engine: str) -> None:
+        """Refuse to begin where finished chunks of an engine were made otherwise than asked.
+
+        To run them anew would remove them first; to leave them would mix two machines in a table.
+
+        Raises:
+            UserError: other threads, or another device than the one that is named.
+        """
+        folder = self.results / engine / "chunks"
+        finished = [path for path in folder.glob("*.json") if path.with_suffix(".parquet").exists()]
+        facts = [fact for fact in map(_readable, sorted(finished)) if fact]
+        facts = [fact for fact in facts if fact["engine"] != "ndif"]
+        cpu = [fact["threads"] for fact in facts if fact["device"] == "cpu"]
+        made = {"device": [fact["device"] for fact in facts], "threads": cpu}
+        for name, found in made.items():
+            ours = getattr(self.config, name)
+            if unlike := [theirs for theirs in found if theirs != ours != "auto"]:
+                raise UserError(
+                    f"{name}: {len(unlike)} finished chunks in {folder} were made with "
+                    f"{name}={unlike[0]}, not {ours}. Set {name}={unlike[0]}, or delete that "
+                    "folder to run all of them anew."
+                )
+
     def _made_alike(self, path: Path) -> bool:
         """Versions are the same; on this machine also threads and, if one was named, device."""
-        try:
-            facts = read_json(path)
-        except NnsweepError:
-            return False  # It is no loss here; the sweep that it belongs to will say so.
-        if facts["versions"] != self.versions:
+        facts = _readable(path)
+        if facts is None or facts["versions"] != self.versions:
             return False
         device = self.config.device in ("auto", facts["device"])
         return facts["engine"] == "ndif" or (facts["threads"] == self.config.threads and device)
@@ -120,6 +140,15 @@ class Store:
             parts = (_files(self.results, engine, path.stem)[0] for engine in ENGINES)
             if path.stem not in names and not any(part.exists() for part in parts):
                 path.unlink()
+
+
+def _readable(path: Path) -> Plain | None:
+    """The facts of a part, or None where they are damaged: the merge that needs them says so."""
+    try:
+        facts: Plain = read_json(path)
+    except NnsweepError:
+        return None
+    return facts
 
 
 def _role(chunk: Plain) -> str:

@@ -1,5 +1,6 @@
 """A sweep's file: read, checked, and said in one line how large it is."""
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ Plain = dict[str, Any]
 
 def read_sweep(path: Path) -> Sweep:
     """Read and check a sweep file; its name must be the file's."""
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file.{_others(path)}")
     sweep = parse(Sweep, read_yaml(path), str(path))
     if sweep.name != path.stem:
         raise UserError(f"{path}: name is '{sweep.name}'. Name the sweep as its file: {path.stem}.")
@@ -25,6 +28,14 @@ def read_sweep(path: Path) -> Sweep:
                 "wildcard. Rename the file."
             )
     return sweep
+
+
+def _others(path: Path) -> str:
+    """The sweeps that there are beside it, the likeliest first."""
+    names = sorted(found.stem for found in path.parent.glob("*.yaml"))
+    close = difflib.get_close_matches(path.stem, names, n=1)
+    meant = f" Did you mean {close[0]}?" if close else ""
+    return f"{meant} Sweeps in {path.parent}: {', '.join(names) or 'none'}."
 
 
 def size_line(sweep: Sweep, model: Path) -> str:

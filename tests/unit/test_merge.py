@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import zlib
 from types import MappingProxyType
 
@@ -28,6 +29,7 @@ from nnsweep.expansion import expand_sweep
 from nnsweep.merge import merge_chunks, sample_values, texts, token_lists
 from nnsweep.parts import read_part
 from nnsweep.provenance import versions
+from nnsweep.store import Store
 from nnsweep.sweep import axis_kinds
 from nnsweep.sweep_file import read_sweep, size_line
 from nnsweep.tables import (
@@ -542,6 +544,48 @@ def test_what_was_made_otherwise_is_not_taken_from_another_sweep(growing, change
     for facts in (growing.results / "local" / "chunks").glob("*.json"):
         write_json(facts, read_json(facts) | change)
     assert growing.run(name="copy")[0] == 30
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "said"),
+    [
+        ({}, {"threads": 3}, "threads: 3 finished chunks in .* with threads=2, not 3. Set threads"),
+        ({}, {"device": "cuda"}, "device: 3 finished chunks in .* with device=cpu, not cuda."),
+        ({}, {"device": "cpu"}, None),
+        ({}, {"device": "auto"}, None),
+        ({"device": "cuda"}, {"threads": 3}, None),
+        ({"device": "cuda"}, {"device": "cpu"}, "device=cuda, not cpu"),
+        ({"engine": "ndif"}, {"threads": 3}, None),
+    ],
+)
+def test_finished_chunks_that_were_made_otherwise_stop_a_run(growing, made, asked, said):
+    """On a GPU threads move nothing; what NDIF computed is not of this machine."""
+    growing.run(settings={"chunk_passes": 64})
+    facts = list((growing.results / "local/chunks").glob("*.json"))
+    for path in facts:
+        write_json(path, read_json(path) | made)
+    store = Store(growing.results, Config(**asked))
+    if said is None:
+        store.refuse_unlike("local")
+    else:
+        with pytest.raises(UserError, match=said.replace("3 finished", f"{len(facts)} finished")):
+            store.refuse_unlike("local")
+    store.refuse_unlike("reference")
+    for path in facts:
+        path.with_suffix(".parquet").unlink()
+    store.refuse_unlike("local")
+
+
+def test_chunks_of_two_machines_are_told(growing, caplog):
+    """Two kinds of GPU, or a library that was brought up to date on the way."""
+    growing.run()
+    facts = sorted((growing.results / "local/chunks").glob("*.json"))[0]
+    versions = read_json(facts)["versions"] | {"torch": "0.1"}
+    write_json(facts, read_json(facts) | {"versions": versions, "device_name": "other"})
+    merge_chunks(growing.chain.sweep(RECORDS), growing.results, "local", growing.results / "local")
+    assert "chunks were not all made with the same device_name (" in caplog.text
+    assert re.search(r"torch \(.*0\.1.*\)", caplog.text)
+    assert "transformers (" not in caplog.text
 
 
 def test_a_change_of_semantics_is_told_and_runs_everything(growing, caplog):

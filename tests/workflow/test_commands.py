@@ -25,6 +25,8 @@ def test_explain_shows_sizes_and_tokens(finished):
         "points          6 over axes ['position', 'layer']",
         "prompt rows     5 usable of 6",
         "values          90",
+        "chunks          1 chunk of ",
+        " null controls",
         "(a loop without reuse: 24)",
         "row france (ok)",
         "text   |The| capital| of| France| is|",
@@ -88,7 +90,8 @@ def test_validate_checks_axes_without_a_model(copied, axes, said):
         (("show", "results/tiny/ndif"), "no finished run here. Run snakemake first."),
         (("explain", SWEEP, "--recompute", "quick"), "recompute: got 'quick', expected 'fast'"),
         (("model", "model", "--attention", "flash"), "attention: got 'flash', expected 'sdpa'"),
-        (("validate", "config/sweeps/none.yaml"), "none.yaml"),
+        (("validate", "config/sweeps/none.yaml"), "none.yaml: there is no such file. Sweeps in "),
+        (("explain", "config/sweeps/tinny.yaml"), "there is no such file. Did you mean tiny?"),
     ],
 )
 def test_mistakes_are_one_line(finished, words, said):

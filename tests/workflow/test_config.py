@@ -1,5 +1,7 @@
 """Values given on the command line: the right type, or refused naming the key and the value."""
 
+import shutil
+
 import pytest
 
 from workflow.forks import dry_runs
@@ -84,18 +86,38 @@ def test_accepted_values_reach_their_rules(copied):
     assert interval.jobs("merge_chunks") == interval.jobs("run_chunk") == 0
     path.write_text(shipped)
     assert copied.run("-n").idle
-    threads = copied.run("-n", threads=2)
-    assert threads.jobs("run_chunk") == 3
-    assert threads.jobs("expand_sweep") == threads.jobs("prepare_prompts") == 0
 
 
-def test_a_gpu_that_is_not_there_costs_one_line_and_no_result(copied):
-    """Without the check every finished chunk would be removed, and then fail."""
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"threads": 2}, "threads: 3 finished chunks in results/tiny/local/chunks were made with "),
+        ({"device": "cuda"}, "device: 3 finished chunks in results/tiny/local/chunks were made "),
+        ({"threads": 2, "engine": "ndif"}, "threads: 3 finished chunks in results/tiny/local"),
+    ],
+)
+@pytest.mark.parametrize("how", [(), ("-n",)])
+def test_what_was_made_otherwise_is_neither_removed_nor_mixed_in(copied, given, said, how):
+    """Snakemake would remove every finished chunk, and a table hold numbers of two machines."""
     before = times(copied.parts())
+    done = copied.run(*how, env={"CUDA_VISIBLE_DEVICES": ""}, **given)
+    assert done.code != 0
+    assert said in done.out
+    assert times(copied.parts()) == before
+    assert copied.run().idle
+    assert copied.run("-n", device="cpu").idle
+
+
+def test_a_part_that_a_killed_run_left_is_not_mixed_with_others(copied):
+    """Snakemake has not noted it, so no change of `threads` would ever run it again."""
+    shutil.rmtree(copied / ".snakemake")
+    assert "were made with threads=1, not 2" in copied.run("-n", threads=2).out
+
+
+def test_a_gpu_that_is_not_there_costs_one_line(copied):
+    shutil.rmtree(copied / "results/tiny/local")
     done = copied.run(env={"CUDA_VISIBLE_DEVICES": ""}, device="cuda")
     assert done.code != 0
     (line,) = [line for line in done.out.splitlines() if line.startswith("nnsweep: ")]
     assert line == "nnsweep: device: cuda was asked for, torch sees no GPU here. Use auto or cpu."
     assert "Running chunk" not in done.out
-    assert times(copied.parts()) == before
-    assert copied.run().idle

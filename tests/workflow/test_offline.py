@@ -4,10 +4,30 @@ import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
+from nnsweep.errors import UserError
+from nnsweep.models import locate
 from workflow.project import SWEEP, Project
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "variable"),
+    [("packaged", "smollm2-135m", "NNSWEEP_CACHE"), ("hub", "someone/model", "HF_HOME")],
+)
+def test_a_model_that_is_not_there_is_named_with_where_it_was_sought(
+    kind, name, variable, tmp_path, monkeypatch
+):
+    """On a node that sees another disk than the one where the model was prepared."""
+    monkeypatch.setenv("NNSWEEP_CACHE", str(tmp_path))
+    with pytest.raises(
+        UserError, match=f"{name} is not in /.*Set {variable} to the folder"
+    ) as said:
+        locate({"kind": kind, "id": name, "revision": "0" * 40})
+    assert kind == "hub" or str(tmp_path) in str(said.value)
+    assert f"`nnsweep model {name} --weights`" in str(said.value)
 
 
 def offline(home: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Chunks as SLURM jobs, on a real SLURM: side by side, killed and run again, to the same bytes."""
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -127,6 +128,7 @@ def test_only_chunks_are_submitted(submitted):
 def test_a_gpu_is_asked_for_where_the_device_is_cuda(submitted, cluster, tmp_path):
     """The node pretends to have GPUs: the jobs are seen in the queue, and cancelled."""
     project = submitted.project.copy(tmp_path / "project")
+    shutil.rmtree(project / "results/tiny/local")
     place = ("--set-resources", "run_chunk:slurm_partition=large")
     process = submit(project, cluster, "--retries", "0", *place, device="cuda")
     for jobs in watch(project, cluster, process):
@@ -137,3 +139,16 @@ def test_a_gpu_is_asked_for_where_the_device_is_cuda(submitted, cluster, tmp_pat
     assert len(asked) == len(project.plan()["chunks"]) + 1
     assert {job.partition for job in asked} == {"large"}
     assert {job.gpus for job in asked} == {"gres:gpu:1"}
+
+
+def test_arrays_are_refused_before_anything_is_submitted(submitted, cluster, tmp_path):
+    """In them a task that ends before the first one loses its chunk."""
+    project = submitted.project.copy(tmp_path / "project")
+    shutil.rmtree(project / "results/tiny/local")
+    before = cluster.jobs()
+    process = submit(project, cluster, "--slurm-array-jobs", "run_chunk")
+    assert process.wait(SECONDS) != 0
+    assert (
+        "--slurm-array-jobs: a task of an array waits for another" in (project / "said").read_text()
+    )
+    assert cluster.jobs() == before

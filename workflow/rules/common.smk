@@ -17,12 +17,17 @@ from nnsweep.errors import UserError
 from nnsweep.expansion import cutting
 from nnsweep.sweep_file import read_sweep, size_line
 from nnsweep.sites import SHAPE_VERSION
+from nnsweep.store import Store
 from nnsweep.sweep import vector_files
 
 try:
     CONFIG = read_config(config)
     SWEEP_FILE = f"{CONFIG.sweeps}/{CONFIG.sweep}.yaml"
     SPEC = read_sweep(Path(SWEEP_FILE))
+    if workflow.is_main_process:
+        store = Store(Path(f"results/{SPEC.name}"), CONFIG)
+        for engine in CONFIG.engines_here():
+            store.refuse_unlike(engine)
 except UserError as error:
     raise WorkflowError(str(error)) from None
 
@@ -59,6 +64,14 @@ PARITY_FILES = (
 CHUNK_RETRIES = {"ndif": 0, "mixed": 1 if CONFIG.mixed.fallback else None}.get(ENGINE)
 
 
+onstart:
+    if getattr(workflow.executor_settings, "array_jobs", None):
+        raise WorkflowError(
+            "--slurm-array-jobs: a task of an array waits for another task's files and loses its "
+            "own (issues 447 and 473 of snakemake-executor-plugin-slurm). Leave it out."
+        )
+
+
 def kept(output):
     """An output that the rule reads before it writes; the first time there is nothing to keep."""
     return update(output) if Path(f"results/{SWEEP}/plan.json").exists() else output
@@ -86,9 +99,7 @@ def parts_of(wildcards, engine, names):
         "parts": [f"{folder}/{name}.parquet" for name in names],
         "facts": [f"{folder}/{name}.json" for name in names],
     }
-    if missing(found["parts"] + found["facts"]) or (
-        engine != "ndif" and elsewhere(found["facts"])
-    ):
+    if missing(found["parts"] + found["facts"]):
         gates(wildcards, engine)
     return found
 
@@ -96,13 +107,6 @@ def parts_of(wildcards, engine, names):
 def missing(paths):
     """Whether a chunk is still to be run; a dry run shows all of them at once."""
     return not workflow.dryrun and not all(Path(path).exists() for path in paths)
-
-
-def elsewhere(facts):
-    """Whether `device: cuda` would run again what is finished on a CPU (it is removed first)."""
-    if CONFIG.device != "cuda" or workflow.dryrun:
-        return False
-    return any(json.loads(Path(one).read_text())["device"] == "cpu" for one in facts)
 
 
 def gates(wildcards, engine):
@@ -178,15 +182,6 @@ def side(wildcards, attempt=1):
     plan = Path(f"results/{wildcards.sweep}/plan.json")
     place = places(plan, plan.stat().st_mtime_ns)[wildcards.chunk]
     return CONFIG.mixed.side(place, attempt)
-
-
-def machine(wildcards):
-    """What of this machine can move a value."""
-    return (
-        ""
-        if wildcards.engine == "ndif"
-        else f"{CONFIG.device}, {CONFIG.threads} threads"
-    )
 
 
 def chunk_threads(wildcards, attempt):

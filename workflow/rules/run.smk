@@ -61,9 +61,6 @@ rule run_chunk:
         gpu=chunk_gpus,
         ndif_sessions=ndif_sessions,
         side=side,
-    params:
-        # What can move a local value. Deadlines can not, and must never run a paid chunk again.
-        machine=machine,
     message:
         "Running chunk {wildcards.chunk} on engine {resources.side} (progress: {log})"
     script:
