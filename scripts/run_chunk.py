@@ -15,7 +15,7 @@ with job_log(snakemake.log[0]):
     chunk, part = Path(snakemake.input.chunk), Path(snakemake.output.part)
     preflight = part.parents[2] / "ndif" / "preflight.json"
     engine = snakemake.resources.side
-    if engine == snakemake.wildcards.engine or not taken_over(engine, part, config):
+    if not taken_over(engine, part, config):
         run_chunk(
             chunk,
             engine,

@@ -289,7 +289,7 @@ class Edits:
                 found[key] = self.meaning(value)
             elif key == "under":
                 found[key] = [self.meaning(under) for under in value]
-            else:
+            elif key != "resume":  # From which layer on it is computed decides nothing.
                 found[key] = value
         return found
 

@@ -68,11 +68,11 @@ def prepare_prompts(sweep: Sweep, model: Path, output: Path) -> None:
 
 
 def taken_over(side: str, part: Path, config: Config) -> bool:
-    """Whether one side of a mixed run has finished this chunk before; then that part serves.
+    """Whether an engine has finished this chunk before, alone or in a mixed run; that part serves.
 
     Args:
-        side: local or ndif.
-        part: `results/SWEEP/mixed/chunks/ID.parquet`.
+        side: The engine that would run the chunk.
+        part: `results/SWEEP/ENGINE/chunks/ID.parquet`.
         config: Device and threads, which must be those of the part.
     """
     store = Store(part.parents[2], config)

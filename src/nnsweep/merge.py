@@ -18,7 +18,16 @@ from nnsweep.controls import compared, judge
 from nnsweep.errors import CheckFailed, NnsweepError
 from nnsweep.grid import position_names
 from nnsweep.measure_plan import controlled
-from nnsweep.parts import KEYS, Taken, nullable, read_part, refuse_count, take_parts, with_state
+from nnsweep.parts import (
+    CHUNK,
+    KEYS,
+    Taken,
+    nullable,
+    read_part,
+    refuse_count,
+    take_parts,
+    with_state,
+)
 from nnsweep.provenance import mixture, remote_cost, run_record
 from nnsweep.sweep import GENERATED, Sweep, axis_kinds, watched_positions
 from nnsweep.tables import (
@@ -80,7 +89,7 @@ def take_all(folder: Path, plan: Plain, asked: pd.DataFrame) -> Taken:
     """
     records = in_order(plan["chunks"])
     taken = take_parts(folder, records, plan["measures"], asked)
-    counts = taken.owners.drop_duplicates([*KEYS, "chunk"])["chunk"].value_counts()
+    counts = taken.owners.drop_duplicates([*KEYS, CHUNK])[CHUNK].value_counts()
     for name, record in records.items():
         refuse_count(folder / f"{name}.parquet", int(counts.get(name, 0)), record["values"])
     return taken

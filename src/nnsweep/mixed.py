@@ -20,7 +20,7 @@ from nnsweep.merge import (
     take_all,
 )
 from nnsweep.parity import classify, coarser, judged, publish
-from nnsweep.parts import KEYS
+from nnsweep.parts import CHUNK, KEYS
 from nnsweep.provenance import remote_cost, run_record
 from nnsweep.sweep import Sweep
 from nnsweep.tables import SESSIONS, read_json, write_json, write_table
@@ -74,7 +74,7 @@ def merge_mixed(sweep: Sweep, results: Path, output: Path) -> None:
     facts = {
         name: read_json(output / "chunks" / f"{name}.json") for name in in_order(plan["chunks"])
     }
-    sessions = sessions_table(_with_controls(plan, results, facts))
+    sessions = sessions_table(_with_others(plan, results, facts))
     write_table(output / "sessions.parquet", sessions, SESSIONS)
     verdict = {
         f"{side}: {name}": control
@@ -91,12 +91,15 @@ def merge_mixed(sweep: Sweep, results: Path, output: Path) -> None:
     write_table(output / "values.parquet", values, values.schema)
 
 
-def _with_controls(plan: Plain, results: Path, facts: Mapping[str, Plain]) -> list[Plain]:
-    """Facts of the chunks, and of the null controls of both sides."""
-    name = plan["controls"]
-    extra = [results / side / "chunks" / f"{name}.json" for side in SIDES] if name else []
+def _with_others(plan: Plain, results: Path, facts: Mapping[str, Plain]) -> list[Plain]:
+    """Facts of the chunks, and of null controls and calibration chunks of both sides."""
+    others = [*filter(None, [plan["controls"]]), *in_order(plan["calibration"])]
     named = [{"chunk_id": chunk, **fact} for chunk, fact in facts.items()]
-    return named + [{"chunk_id": name, **read_json(path)} for path in extra]
+    return named + [
+        {"chunk_id": name, **read_json(results / side / "chunks" / f"{name}.json")}
+        for name in others
+        for side in SIDES
+    ]
 
 
 def _shares(facts: Mapping[str, Plain], owners: pd.DataFrame) -> dict[str, Plain]:
@@ -114,11 +117,12 @@ def _shares(facts: Mapping[str, Plain], owners: pd.DataFrame) -> dict[str, Plain
 
 
 def _by_side(owners: pd.DataFrame, owner: Mapping[str, str]) -> pd.DataFrame:
-    return owners.assign(engine=owners["chunk"].map(owner))
+    return owners.assign(engine=owners[CHUNK].map(owner))
 
 
 def _engines(frame: pd.DataFrame, owners: pd.DataFrame, facts: Mapping[str, Plain]) -> pa.Table:
     """Who computed the value of every point on every row, in the order of values.parquet."""
     owner = {name: fact["engine"] for name, fact in facts.items()}
-    whole = frame.merge(_by_side(owners, owner), on=KEYS, how="inner", sort=False)
+    asked = frame[["point_id", "row_id", *KEYS]]
+    whole = asked.merge(_by_side(owners, owner), on=KEYS, how="inner", sort=False)
     return pa.Table.from_pandas(whole[OWNERS.names], schema=OWNERS, preserve_index=False)

@@ -25,6 +25,8 @@ CLASSES = ("identical", "within", "different", "missing", "extra", "nonfinite")
 GOOD = ("identical", "within")
 KEYS = ["point_id", "row_id"]
 STATE = ("status", "reason")
+PLACE = "@place"
+"""Column of the lines' places; what begins with @ is the name of no axis and no measure."""
 WORST = 20
 
 
@@ -173,7 +175,7 @@ def classify(a: pa.Table, b: pa.Table, kinds: Mapping[str, str], dtype: str) -> 
     lists = [name for name in kinds if pa.types.is_list(a.schema.field(name).type)]
     numbers = [name for name in kinds if name not in lists]
     sides = [_keyed(table, numbers) for table in (a, b)]
-    joined = sides[0].merge(sides[1], on=KEYS, how="outer", suffixes=("_a", "_b"), indicator=True)
+    joined = sides[0].merge(sides[1], on=KEYS, how="outer", suffixes=("@a", "@b"), indicator=True)
     where = pd.concat([t.select([*KEYS, *axes]).to_pandas() for t in (a, b)]).drop_duplicates(KEYS)
     joined = joined.merge(where, on=KEYS, how="left", validate="one_to_one")
     asked = _asked(joined)
@@ -189,12 +191,12 @@ def _keyed(table: pa.Table, measures: list[str]) -> pd.DataFrame:
     if len(doubled):
         point, row = doubled.iloc[0][KEYS]
         raise CheckFailed(f"parity: point {point} on row {row} stands twice in one table.")
-    return frame.assign(place=np.arange(len(frame)))
+    return frame.assign(**{PLACE: np.arange(len(frame))})
 
 
 def _asked(joined: pd.DataFrame) -> pd.DataFrame:
     """Rows excluded on both sides were asked of neither engine."""
-    out = (joined["status_a"] == "excluded") & (joined["status_b"] == "excluded")
+    out = (joined["status@a"] == "excluded") & (joined["status@b"] == "excluded")
     return joined[~out]
 
 
@@ -207,9 +209,9 @@ def _values(
 ) -> pd.DataFrame:
     """The lines of one measure; of a list of tokens, `ids` holds those of both tables."""
     if ids is not None:
-        a, b = _first_difference(*(_at(ids[i], joined[f"place_{s}"]) for i, s in enumerate("ab")))
+        a, b = _first_difference(*(_at(ids[i], joined[f"{PLACE}@{s}"]) for i, s in enumerate("ab")))
     else:
-        a, b = (joined[f"{name}_{side}"].to_numpy(np.float32) for side in "ab")
+        a, b = (joined[f"{name}@{side}"].to_numpy(np.float32) for side in "ab")
     with np.errstate(invalid="ignore"):
         distance = np.abs(a.astype(np.float64) - b.astype(np.float64))
         step = np.maximum(np.maximum(np.abs(a), np.abs(b)), 1.0).astype(np.float64)
@@ -264,7 +266,7 @@ def _classes(
     near = (distance <= limit.absolute) | (ulps <= limit.ulps)
     found = np.where(same, "identical", np.where(near & (not discrete), "within", "different"))
     # A ratio without a number is guarded where both engines say ok: its gap is too small.
-    ok = (joined["status_a"] == "ok").to_numpy() & (joined["status_b"] == "ok").to_numpy()
+    ok = (joined["status@a"] == "ok").to_numpy() & (joined["status@b"] == "ok").to_numpy()
     empty = np.isnan(a) & np.isnan(b)
     guarded = empty & ok & (kind in GUARDED)
     found = np.where(guarded, "identical", found)

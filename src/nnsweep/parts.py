@@ -16,7 +16,8 @@ from nnsweep.tables import part_schema, read_table
 
 Plain = dict[str, Any]
 KEYS = ["point_key", "row_key"]
-STATE = ["status", "reason"]
+CHUNK, FAILED = "@chunk", "@failed"
+"""Columns of frames only; what begins with @ is the name of no axis and no measure."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Taken:
 
     Attributes:
         values: point_key, row_key, status, reason and the columns of the measures.
-        owners: point_key, row_key, `chunk` and `measures`: which chunk gave which measures (names,
+        owners: point_key, row_key, `@chunk` and `measures`: which chunk gave which measures (names,
             separated by commas); one line a value where one chunk gave all of them.
     """
 
@@ -87,9 +88,9 @@ def _reason(specs: Mapping[str, Plain], bad: Any) -> str:
 
 
 def read_part(path: Path, specs: Sequence[Plain], renamed: Plain | None = None) -> pd.DataFrame:
-    """One part as a frame: its keys, those of the sweep's measures that it has, and `failed`.
+    """One part as a frame: its keys, those of the sweep's measures that it has, and `@failed`.
 
-    `failed` says why a point has no values at all; it is null where nothing failed.
+    `@failed` says why a point has no values at all; it is null where nothing failed.
 
     Args:
         path: The part.
@@ -102,7 +103,7 @@ def read_part(path: Path, specs: Sequence[Plain], renamed: Plain | None = None) 
     """
     own = in_session(renamed["own"] if renamed else specs)
     table = read_table(path, part_schema(columns(own)))
-    found = {name: table[name] for name in KEYS} | {"failed": _failed(table, own)}
+    found = {name: table[name] for name in KEYS} | {FAILED: _failed(table, own)}
     for spec in having(specs, renamed):
         theirs = spec | {"name": renamed["names"][spec["name"]]} if renamed else spec
         pairs = zip(columns([spec]), columns([theirs]), strict=True)
@@ -134,13 +135,13 @@ def _failed(table: pa.Table, specs: Sequence[Plain]) -> pa.Array:
 
 
 def with_state(frame: pd.DataFrame, specs: Sequence[Plain]) -> pd.DataFrame:
-    """Status and reason of every row in the place of `failed`."""
+    """Status and reason of every row in the place of `@failed`."""
     bad = frame[columns(specs)].isna().to_numpy()
     status, reasons = _judged(specs, bad)
-    for row in np.flatnonzero(frame["failed"].notna()):
-        status[row], reasons[row] = "error", frame["failed"].iloc[int(row)]
+    for row in np.flatnonzero(frame[FAILED].notna()):
+        status[row], reasons[row] = "error", frame[FAILED].iloc[int(row)]
     state = {"status": pd.array(status, "string"), "reason": pd.array(reasons, "string")}
-    return frame.drop(columns="failed").assign(**state)
+    return frame.drop(columns=FAILED).assign(**state)
 
 
 def nullable(kind: pa.DataType) -> Any:
@@ -172,12 +173,12 @@ def take_parts(
         path = folder / f"{name}.parquet"
         frame = read_part(path, specs, record["measures"])
         refuse_count(path, len(frame), record["of"])
-        frames[name] = frame[~frame["row_key"].isin(record["stale"])].assign(chunk=name)
+        frames[name] = frame[~frame["row_key"].isin(record["stale"])].assign(**{CHUNK: name})
     bundles = {
         ", ".join(spec["name"] for spec in group): _first(frames, names, group, asked)
         for names, group in _bundles(records, specs)
     }
-    owners = [one[[*KEYS, "chunk"]].assign(measures=name) for name, one in bundles.items()]
+    owners = [one[[*KEYS, CHUNK]].assign(measures=name) for name, one in bundles.items()]
     values = _side_by_side(list(bundles.values()))
     return Taken(with_state(values, specs), pd.concat(owners, ignore_index=True))
 
@@ -204,17 +205,17 @@ def _first(
     asked: pd.DataFrame,
 ) -> pd.DataFrame:
     """Some measures of every value that is asked for, of the first chunk that has it."""
-    head = [*KEYS, "failed", "chunk", *columns(specs)]
+    head = [*KEYS, FAILED, CHUNK, *columns(specs)]
     whole = pd.concat([frames[name][head] for name in names], ignore_index=True)
     return whole.drop_duplicates(KEYS).merge(asked, on=KEYS)
 
 
 def _side_by_side(bundles: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """What has all measures; a point failed where it did for some of them."""
-    first, *others = (one.drop(columns="chunk") for one in bundles)
+    first, *others = (one.drop(columns=CHUNK) for one in bundles)
     for other in others:
-        first = first.merge(other.rename(columns={"failed": "also"}), on=KEYS)
-        first["failed"] = first["failed"].fillna(first.pop("also"))
+        first = first.merge(other.rename(columns={FAILED: "@also"}), on=KEYS)
+        first[FAILED] = first[FAILED].fillna(first.pop("@also"))
     return first
 
 

@@ -307,12 +307,13 @@ class Context:
         ]
         rows = [self._row_facts(i, edits) for i in block]
         asked = in_session(self.measures)
-        facts = [SEMANTICS, keys, row_keys, rows, start, inert, asked, more]
+        resumes = [_resume(point) for point in points]
+        facts = [SEMANTICS, keys, row_keys, rows, start, resumes, inert, asked, more]
         return {
             "pass_id": digest(facts),
             "block": block,
             "points": keys,
-            "resumes": [_resume(point) for point in points],
+            "resumes": resumes,
             "start": start,
             "inert": inert,
             "estimated": not inert and self.estimates_only,

@@ -127,11 +127,18 @@ class Store:
                         count += 1
         return count
 
-    def take_over(self, engine: str, name: str, target: str) -> bool:
-        """Let a finished part of one engine serve as another's (`mixed`); whether there was one."""
-        if not self._usable(self.results, engine, name, own=False):
+    def take_over(self, side: str, name: str, target: str) -> bool:
+        """Let what one side has finished serve as a part of `target`; whether there was any.
+
+        A mixed run takes the parts of either engine; an engine takes what it did in a mixed run.
+        """
+        source = side if target == "mixed" else "mixed"
+        _, facts = _files(self.results, source, name)
+        if source == target or not self._usable(self.results, source, name, own=False):
             return False
-        _bring(_files(self.results, engine, name), _files(self.results, target, name))
+        if read_json(facts)["engine"] != side:
+            return False
+        _bring(_files(self.results, source, name), _files(self.results, target, name))
         return True
 
     def forget(self, names: Sequence[str]) -> None:

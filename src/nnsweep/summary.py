@@ -48,10 +48,10 @@ def summary_frame(
     for order, measure in enumerate(measures):
         column = values[measure].to_numpy(zero_copy_only=False).astype(np.float64)
         stats = _statistics(column.reshape(len(points), rows), bootstrap)
-        parts.append(points.assign(measure=measure, order=order, **stats))
+        parts.append(points.assign(measure=measure, **stats, **{"@order": order}))
     whole = pd.concat(parts)
-    whole["place"] = np.tile(np.arange(len(points)), len(measures))
-    return whole.sort_values(["place", "order"], ignore_index=True)
+    whole["@place"] = np.tile(np.arange(len(points)), len(measures))
+    return whole.sort_values(["@place", "@order"], ignore_index=True)
 
 
 def _statistics(cells: np.ndarray, bootstrap: Bootstrap) -> dict[str, np.ndarray]:
@@ -80,7 +80,9 @@ def _intervals(
             # In order of value, so that the order of the prompt file moves no interval.
             dense = np.sort(filled[some][there[some]].reshape(len(some), count), axis=1)
             means = dense @ weights.T
-            low[some], high[some] = np.quantile(means, [tail, 1 - tail], axis=1)
+            # Rounding must not carry the mean of equal values out of them.
+            ends = np.quantile(means, [tail, 1 - tail], axis=1)
+            low[some], high[some] = np.clip(ends, dense[:, 0], dense[:, -1])
     return low, high
 
 

@@ -30,6 +30,9 @@ MEASURES: Plain = {
     "back": {"kind": "recovery", "of": "gap", "min_gap": 0.1},
     "turned": {"kind": "cosine", "read": {"site": "resid_post", "layer": 2}},
     "lens": {"kind": "prob", "answer": "target", "lens": {"layers": [1, 3]}},
+    # Behind this one every pass goes on from all layers' keys and values.
+    "whole": {"kind": "log_prob", "answer": "target", "tokens": "sum"},
+    "slope": {"kind": "attribution", "of": "gap"},
 }
 POSITIONS: Plain = {
     "subject": {"text": "word", "donor_text": "source_word", "align": "last"},

@@ -22,14 +22,24 @@ from examples import (
 
 from nnsweep import jobs, prompts
 from nnsweep.chunks import in_order, keys_of
-from nnsweep.config import Config
+from nnsweep.config import Bootstrap, Config
 from nnsweep.engines import Result
 from nnsweep.errors import CheckFailed, NnsweepError, UserError
 from nnsweep.expansion import expand_sweep
-from nnsweep.merge import merge_chunks, sample_values, texts, token_lists
-from nnsweep.parts import read_part
+from nnsweep.merge import (
+    asked_values,
+    merge_chunks,
+    sample_values,
+    take_all,
+    texts,
+    token_lists,
+)
+from nnsweep.mixed import _engines
+from nnsweep.parity import classify
+from nnsweep.parts import KEYS, read_part
 from nnsweep.provenance import versions
 from nnsweep.store import Store
+from nnsweep.summary import summarize
 from nnsweep.sweep import axis_kinds
 from nnsweep.sweep_file import read_sweep, size_line
 from nnsweep.tables import (
@@ -303,6 +313,54 @@ def test_a_generated_text_is_its_tokens_and_none_is_none():
             return f"{ids} {skip_special_tokens}"
 
     assert texts(found, Tokenizer()) == ["[3, 4] True", "[5] True", None]
+
+
+# --- names that our own columns could have ---------------------------------------------------
+
+WORDS = [
+    *("place", "order", "chunk", "failed", "also", "part", "measures", "engine", "index", "key"),
+    *("values", "name", "variable", "value", "level_0", "left", "point", "row", "gap_a", "gap_b"),
+]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_an_axis_may_be_called_what_it_likes(chain, word):
+    write = WRITE | {"position": f"${word}"}
+    axes = {"layer": [0, 1], word: ["last", "subject"]}
+    gap = {"gap": {"kind": "logit_diff", "answers": ["target", "foil"]}}
+    through_all_tables(chain, chain.sweep(RECORDS, axes=axes, writes=[write], measures=gap), "gap")
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_measure_may_be_called_what_it_likes(chain, word):
+    through_all_tables(chain, chain.sweep(RECORDS, measures={word: TWO["gap"]}), word)
+
+
+def through_all_tables(chain, sweep, measure):
+    """Values, a summary of them, who gave them, and a parity that sees one value move."""
+    path = chain.values(sweep)
+    local, results = path.parent, path.parents[1]
+    summarize(sweep, path, local / "summary.parquet", Bootstrap(resamples=10))
+    numbers = pd.read_parquet(path)[measure]
+    means = pd.read_parquet(local / "summary.parquet")["mean"]
+    assert means.to_numpy() == pytest.approx(
+        numbers.to_numpy().reshape(len(means), -1).mean(1), abs=1e-6
+    )
+    asked, plan = asked_values(sweep, results), read_json(results / "plan.json")
+    taken = take_all(local / "chunks", plan, asked[KEYS])
+    facts = {name: {"engine": "local"} for name in chunk_names(results)}
+    owners = _engines(asked, taken.owners, facts).to_pylist()
+    assert [set(one) for one in owners] == [{"point_id", "row_id", "measures", "engine"}] * len(
+        numbers
+    )
+    table = read_table(path)
+    kinds = {measure: "logit_diff"}
+    same = classify(table, table, kinds, "float32")
+    assert set(same["class"].to_pylist()) == {"identical"}
+    column = pa.array([numbers[0] + 1, *numbers[1:]], pa.float32())
+    moved = table.set_column(table.schema.names.index(measure), measure, column)
+    found = classify(table, moved, kinds, "float32")["class"].to_pylist()
+    assert found.count("different") == 1
 
 
 # --- what is refused --------------------------------------------------------------------------

@@ -544,6 +544,24 @@ def test_another_place_in_one_row_of_a_reference_changes_every_point(tmp_path, w
     assert again.chunks == plans[1].chunks
 
 
+def test_the_first_whole_answer_leaves_what_is_finished(tmp_path):
+    """Passes are made otherwise from then on, but what was measured is the same."""
+    gap = {"gap": {"kind": "logit_diff", "answers": ["target", "foil"]}}
+    whole = {"whole": {"kind": "log_prob", "answer": "target", "tokens": "sum"}}
+    before, after = (layers_by_positions(measures=one) for one in (gap, gap | whole))
+    old, new = grown(tmp_path, before, after)
+    assert keys(new) == keys(old)
+    assert chunk_ids(new)[: len(old.chunks)] == chunk_ids(old)
+    fresh = new.chunks[len(old.chunks) :]
+    assert {spec["name"] for chunk in fresh for spec in chunk["measures"]} == {"whole"}
+    again = plan_of(after, rows_of(after, tmp_path))
+    assert set(ids_of_passes(again)).isdisjoint(ids_of_passes(old))
+
+
+def ids_of_passes(plan):
+    return [item["pass_id"] for item in passes_of(plan)]
+
+
 def test_a_lost_chunk_is_cut_anew(tmp_path):
     sweep = layers_by_positions()
     rows = rows_of(sweep, tmp_path)

@@ -208,3 +208,11 @@ def test_the_table_is_in_order_and_has_the_same_bytes_twice(tmp_path):
 def _sweep():
     measures = {"one": {"kind": "kl"}, "two": {"kind": "match", "answer": "target"}}
     return sweep_of(measures=measures)
+
+
+@pytest.mark.parametrize("value", [1.0, 0.1, -3.3, 1e-30])
+def test_equal_values_have_an_interval_of_no_width(value):
+    """They add up to a little more or less, by how many each is drawn."""
+    found = summarized([[(value, None)] * 7])["p0", "one"]
+    assert found["ci_low"] == found["ci_high"] == np.float32(value)
+    assert found["mean"] == pytest.approx(np.float32(value), rel=1e-15)

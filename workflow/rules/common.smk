@@ -74,7 +74,8 @@ onstart:
 
 def kept(output):
     """An output that the rule reads before it writes; the first time there is nothing to keep."""
-    return update(output) if Path(f"results/{SWEEP}/plan.json").exists() else output
+    there = Path(str(output).replace("{sweep}", SWEEP)).exists()
+    return update(output) if there else output
 
 
 wildcard_constraints:

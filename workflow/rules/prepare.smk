@@ -45,9 +45,9 @@ checkpoint expand_sweep:
         prompts="results/{sweep}/prompts.parquet",
         vectors=VECTOR_FILES,
     output:
-        sweep="results/{sweep}/sweep.json",
-        points="results/{sweep}/points.parquet",
-        # The earlier plan is read before it is replaced.
+        # The earlier plan is read before it is replaced, and a plan that fails replaces nothing.
+        sweep=kept("results/{sweep}/sweep.json"),
+        points=kept("results/{sweep}/points.parquet"),
         plan=kept("results/{sweep}/plan.json"),
         # Finished chunks stay chunks, whatever the sweep asks for now.
         chunks=kept(directory("results/{sweep}/chunks")),
