@@ -121,12 +121,14 @@ def test_it_is_told_who_computed_what(mixed: Mixed) -> None:
     counts = {side: sum(one["engine"] == side for one in told) for side in ("local", "ndif")}
     assert counts == {side: one["values"] for side, one in record["engines"].items()}
     sessions = read_table(folder / "sessions.parquet").to_pylist()
-    controls = mixed.project.plan()["controls"]
+    plan = mixed.project.plan()
+    both = [plan["controls"], *plan["calibration"]]
     assert {(one["chunk_id"], one["engine"]) for one in sessions} == {
         *sides.items(),
-        (controls, "local"),
-        (controls, "ndif"),
+        *((name, side) for name in both for side in ("local", "ndif")),
     }
+    sent = sum(one["engine"] == "ndif" for one in sessions)
+    assert record["remote"]["requests"] == sent
     held = [name for name, one in record["controls"].items() if one["holds"]]
     assert {name.split(": ")[0] for name in held} == {"local", "ndif"}
     page = (folder / "overview.html").read_text()
