@@ -50,7 +50,7 @@ ndif-env: .venv-ndif/deps ## Install the environment of `nnsweep ndif serve`
 	@touch $@
 
 test: .venv/nnsweep .venv/dev .venv-ndif/deps ## Run all tests
-	@PATH="$(BIN):$$PATH" $(PY) -m pytest --numprocesses 3 $(TESTS)
+	@PATH="$(BIN):$$PATH" $(PY) -m pytest --numprocesses 2 $(TESTS)
 
 lint: .venv/nnsweep .venv/dev ## Format and type checks, snakefmt, snakemake --lint
 	@$(BIN)/ruff format --check src scripts tests bench envs
