@@ -634,6 +634,30 @@ def test_finished_chunks_that_were_made_otherwise_stop_a_run(growing, made, aske
     store.refuse_unlike("local")
 
 
+@pytest.mark.parametrize(
+    ("made", "side", "target", "taken"),
+    [
+        ("mixed", "local", "local", True),
+        ("mixed", "ndif", "ndif", False),
+        ("mixed", "reference", "reference", False),
+        ("local", "local", "mixed", True),
+        ("local", "ndif", "mixed", False),
+        ("local", "local", "local", False),
+    ],
+)
+def test_a_mixed_run_and_its_sides_take_what_the_other_has_done(growing, made, side, target, taken):
+    """Everything was computed here, alone or as one side of a mixed run."""
+    _, plan, _ = growing.run()
+    if made == "mixed":
+        (growing.results / "local").rename(growing.results / "mixed")
+    name = plan.chunks[0]["chunk_id"]
+    part = growing.results / target / "chunks" / f"{name}.parquet"
+    before = part.exists()
+    assert jobs.taken_over(side, part, Config()) is taken
+    assert part.exists() is (taken or before)
+    assert not jobs.taken_over(side, part, Config(threads=7))
+
+
 def test_chunks_of_two_machines_are_told(growing, caplog):
     """Two kinds of GPU, or a library that was brought up to date on the way."""
     growing.run()
