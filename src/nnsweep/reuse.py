@@ -112,7 +112,7 @@ class Comparison:
         theirs = _meanings(chunk["measures"], chunk["reads"], chunk["positions"])
         found = {}
         for name, what in self.measures.items():
-            same = [theirs_name for theirs_name, other in theirs.items() if other == what]
+            same = [other for other, meaning in theirs.items() if meaning == what]
             if same:
                 found[name] = name if name in same else same[0]
         return found

@@ -168,7 +168,10 @@ def test_a_second_snakemake_in_the_folder_is_refused_and_disturbs_nothing(finish
 
 @pytest.fixture
 def small_disk(half) -> Iterator[Path]:
-    """The folder of the parts on a disk of its own with one free page."""
+    """The folder of the parts on a disk of its own with one free page.
+
+    Only root may mount one; a limit on the size of files, which anybody may set, is tested too.
+    """
     folder = half[0] / CHUNKS
     kept = {path.name: path.read_bytes() for path in folder.iterdir()}
     stamps = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
